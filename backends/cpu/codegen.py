@@ -1,0 +1,163 @@
+"""The cpu backend's compile-time side: operators → kernels → objects."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import pkgutil
+import queue
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping, Sequence
+
+from adaptc.backends.cpu import kernels as kernel_modules
+from adaptc.backends.cpu.cache import KernelCache, cache_key, default_folder
+from adaptc.backends.cpu.context import DRIVER_OBJECT, RUN
+from adaptc.backends.cpu.driver_kernel import driver_text
+from adaptc.backends.cpu.elf import read_object
+from adaptc.backends.cpu.levels import level_of
+from adaptc.backends.cpu.toolchain import toolchain_version
+from adaptc.backends.cpu.worker import Worker
+from adaptc.errors import AdaptcError, one_of
+from adaptc.formats import WeightFormat
+from adaptc.protocol import KernelSpec, OpSpec, Selection
+
+_DIGITS = 16  # of a symbol's hash
+
+
+@functools.cache
+def _rows(table: str) -> Mapping[str, Any]:
+    """The union of the kernel modules' tables of that name (FAMILIES or SELECT), keys unique."""
+    union: dict[str, Any] = {}
+    for module in sorted(m.name for m in pkgutil.iter_modules(kernel_modules.__path__)):
+        rows = getattr(importlib.import_module(f"{kernel_modules.__name__}.{module}"), table, {})
+        assert not union.keys() & rows.keys(), f"{module}.{table} repeats {sorted(union.keys() & rows.keys())}"
+        union.update(rows)
+    return union
+
+
+def _family(kernel: KernelSpec):
+    families = _rows("FAMILIES")
+    if kernel.family not in families:
+        raise one_of("kernel family", kernel.family, sorted(families))
+    return families[kernel.family]
+
+
+@functools.cache
+def _symbol(kernel: KernelSpec) -> str:
+    text = _family(kernel).emit(dict(kernel.params), "kernel")
+    return f"{kernel.family}_{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}"
+
+
+@dataclass(frozen=True)
+class CpuCodegen:
+    """See ``adaptc.protocol.Codegen``. Every kernel is an object of its own, named after its symbol, and its symbol is
+    derived from its text: the same kernel has the same name and bytes in every artifact."""
+
+    name: str = "cpu"
+    symbols: tuple[str, ...] = ("T", "R", "S")
+
+    def select(self, spec: OpSpec) -> Selection | None:
+        choose = _rows("SELECT").get(spec.op)
+        return choose(spec) if choose else None
+
+    def symbol(self, kernel: KernelSpec) -> str:
+        return _symbol(kernel)
+
+    def signature(self, kernel: KernelSpec) -> tuple[str, ...]:
+        return _family(kernel).signature(dict(kernel.params))
+
+    def object_of(self, kernel: KernelSpec) -> str:
+        return f"{_symbol(kernel)}.o"
+
+    def compile(
+        self,
+        kernels: Sequence[KernelSpec],
+        level: str,
+        *,
+        workers: int = 1,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Mapping[str, bytes]:
+        """Objects by file name, sorted: one a kernel and the step driver's. ``progress(done, total)`` is called as
+        kernels are done. Raises AdaptcError naming the kernel that can't be compiled."""
+        texts = {(DRIVER_OBJECT, RUN): driver_text(level_of(level).machine)}
+        for kernel in kernels:
+            symbol = _symbol(kernel)
+            texts[self.object_of(kernel), symbol] = _family(kernel).emit(dict(kernel.params), symbol)
+        return compile_texts(texts, level, workers=workers, progress=progress)
+
+    def packed_bytes(self, format: WeightFormat, shape: tuple[int, int]) -> int:
+        from adaptc.backends.cpu.packing import packed_bytes
+
+        return packed_bytes(format, shape)
+
+    def pack(self, format: WeightFormat, shape: tuple[int, int], codes: Mapping[str, Any]) -> bytes:
+        from adaptc.backends.cpu.packing import pack
+
+        return pack(format, shape, codes)
+
+
+def compile_texts(
+    texts: Mapping[tuple[str, str], str],
+    level: str,
+    *,
+    workers: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+    cache: KernelCache | None = None,
+) -> dict[str, bytes]:
+    """Objects by file name from MLIR texts by (file name, symbol that the object must export).
+
+    What the cache holds is taken from there; the rest is compiled by up to ``workers`` processes. Names, order and
+    bytes of the result don't depend on either.
+    """
+    cache = cache or KernelCache(default_folder())
+    level_of(level)
+    version = toolchain_version()
+    keys = {name: cache_key(text, level, version) for name, text in texts.items()}
+    objects = {name: cache.get(key) for name, key in keys.items()}
+    # longest first, so that no worker is left alone with a big kernel at the end
+    missing = sorted((n for n, data in objects.items() if data is None), key=lambda n: (-len(texts[n]), n))
+    report = progress or (lambda done, total: None)
+    done = len(texts) - len(missing)
+    report(done, len(texts))
+    for name, data in _compile_all({n: texts[n] for n in missing}, level, max(1, min(workers, len(missing)))):
+        objects[name] = data
+        cache.put(keys[name], data)
+        done += 1
+        report(done, len(texts))
+    return {file: objects[file, symbol] for file, symbol in sorted(objects)}
+
+
+def _compile_all(texts: Mapping[tuple[str, str], str], level: str, workers: int):
+    """Yields (name, object) as they are done. Whatever ends the iteration, Ctrl-C included, ends the workers."""
+    if not texts:
+        return
+    pool: list[Worker] = []
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+
+    def job(name: tuple[str, str]) -> bytes:
+        worker = idle.get()
+        try:
+            data = worker.compile(name[1], texts[name], level)
+        finally:
+            idle.put(worker)
+        if name[1] not in read_object(data, name[0]).exports():
+            raise AdaptcError(f"kernel {name[1]}: its text defines no public function of that name.")
+        return data
+
+    threads = ThreadPoolExecutor(workers)
+    try:
+        for _ in range(workers):
+            pool.append(Worker())
+            idle.put(pool[-1])
+        futures = {threads.submit(job, name): name for name in texts}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        for future_worker in pool:
+            future_worker.stop()
+        threads.shutdown(cancel_futures=True)
+
+
+CODEGEN = CpuCodegen()

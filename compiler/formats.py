@@ -1,0 +1,71 @@
+"""Storage formats of weights, as data. Standard library only.
+
+A format says how one logical float32 row is stored: integer or float *codes*, *groups* of consecutive
+columns that share a scale (and a minimum), and the levels those scales are stored in. The value of a code is
+
+    value = scale(group) * (code - zero) + min_sign * minimum(group)        (all in float32, in this order)
+
+which is the definition of the GGML block formats (https://github.com/ggml-org/ggml, ggml-quants.c).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a weight's rows are stored.
+
+    codes       f32 | f16 | bf16 (float codes, no groups) | i8 | u4 | u5 | u6
+    zero        subtracted from the integer code
+    group       columns that share one scale; 0 for float codes
+    scale       dtypes of the scale's levels, innermost first: ("f16",) or ("u6", "f16") = 6-bit × f16
+    minimum     dtypes of the minimum's levels, same convention; () = none
+    min_sign    +1: value = scale*code + minimum (Q4_1); -1: scale*code - minimum (Q4_K)
+    superblock  columns that share one value of the outermost level; equals ``group`` with one level
+    """
+
+    name: str
+    codes: str
+    zero: int = 0
+    group: int = 0
+    scale: tuple[str, ...] = ()
+    minimum: tuple[str, ...] = ()
+    min_sign: int = 1
+    superblock: int = 0
+
+    @property
+    def is_float(self) -> bool:
+        return self.group == 0
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return int(self.codes.lstrip("bfiu"))
+
+
+def _f(*args, **kw) -> tuple[str, WeightFormat]:
+    fmt = WeightFormat(*args, **kw)
+    return fmt.name, fmt
+
+
+FORMATS: dict[str, WeightFormat] = dict(
+    (
+        _f("f32", "f32"),
+        _f("f16", "f16"),
+        _f("bf16", "bf16"),
+        _f("q8_0", "i8", 0, 32, ("f16",), superblock=32),
+        _f("q4_0", "u4", 8, 32, ("f16",), superblock=32),
+        _f("q4_1", "u4", 0, 32, ("f16",), ("f16",), +1, superblock=32),
+        _f("q5_0", "u5", 16, 32, ("f16",), superblock=32),
+        _f("q5_1", "u5", 0, 32, ("f16",), ("f16",), +1, superblock=32),
+        _f("q4_k", "u4", 0, 32, ("u6", "f16"), ("u6", "f16"), -1, superblock=256),
+        _f("q5_k", "u5", 0, 32, ("u6", "f16"), ("u6", "f16"), -1, superblock=256),
+        _f("q6_k", "u6", 32, 16, ("i8", "f16"), superblock=256),
+    )
+)
+"""Every format adaptc can keep bit for bit, by the name used in reports and in the IR."""
+
+CHOICES: dict[str, str] = {"f32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_1"}
+"""``--weights`` value → format that weights are converted to (``auto`` keeps each tensor's own)."""

@@ -1,0 +1,159 @@
+"""Operators around weights: embedding, linear maps, norms, dynamic quantisation of their input."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaptc.ops.elementwise import UNARY
+from adaptc.ops.table import REQUIRED, OpRow, added, expect, scaled, size
+from adaptc.protocol import TensorSpec
+
+SUM_GROUP = 16
+"""``quantize`` also gives the sum of every 16 codes: the finest group any weight format has."""
+
+
+def split_activation(operands) -> tuple[tuple, tuple]:
+    """A linear map's operands as (activation, rest): one float tensor, or the codes, scales and sums of quantize."""
+    first = operands[0]
+    integer = first.dtype == "i8" if isinstance(first, TensorSpec) else first.dtype == np.int8
+    count = 3 if integer else 1
+    return tuple(operands[:count]), tuple(operands[count:])
+
+
+def _value(activation) -> np.ndarray:
+    """The float64 value of an activation: itself, or codes × scales."""
+    if len(activation) == 1:
+        return activation[0].astype(np.float64)
+    codes, scales, _ = activation
+    group = codes.shape[1] // scales.shape[1]
+    return codes.astype(np.float64) * np.repeat(scales.astype(np.float64), group, axis=1)
+
+
+def _matmul(activation, weight) -> np.ndarray:
+    return (_value(activation) @ weight.astype(np.float64).T).astype(np.float32)
+
+
+def _check_weight(name, activation, weight):
+    expect(len(weight.shape) == 2, f"{name}: the weight must be [N, K], got {weight.shape}.")
+    expect(
+        len(activation[0].shape) == 2 and activation[0].shape[1] == weight.shape[1],
+        f"{name}: the input is {activation[0].shape}, the weight {weight.shape}; expected [T, K] and [N, K].",
+    )
+    return TensorSpec("f32", (activation[0].shape[0], weight.shape[0]))
+
+
+def _infer_linear(attrs, operands):
+    activation, (weight, *bias) = split_activation(operands)
+    result = _check_weight("linear", activation, weight)
+    for b in bias:
+        expect(b.shape == weight.shape[:1], f"linear: the bias is {b.shape}, expected {weight.shape[:1]}.")
+    return (result,)
+
+
+def _linear(attrs, *operands):
+    activation, (weight, *bias) = split_activation(operands)
+    y = _matmul(activation, weight)
+    return (y + bias[0] if bias else y,)
+
+
+def _infer_linears(attrs, operands):
+    activation, weights = split_activation(operands)
+    return tuple(_check_weight("linears", activation, w) for w in weights)
+
+
+def _linears(attrs, *operands):
+    activation, weights = split_activation(operands)
+    return tuple(_matmul(activation, w) for w in weights)
+
+
+def _infer_gated(attrs, operands):
+    activation, (gate, up) = split_activation(operands)
+    expect(gate.shape == up.shape, f"gated_linear: gate is {gate.shape} and up {up.shape}.")
+    expect(attrs["act"] in UNARY, f"gated_linear: unknown activation {attrs['act']!r}.")
+    return (_check_weight("gated_linear", activation, gate),)
+
+
+def _gated(attrs, *operands):
+    activation, (gate, up) = split_activation(operands)
+    return (UNARY[attrs["act"]](_matmul(activation, gate)) * _matmul(activation, up),)
+
+
+def _linear_flops(attrs, operands, results):
+    activation, weights = split_activation(operands)
+    t = activation[0].shape[0]
+    return added(*(scaled(size((t,)), 2 * w.shape[0] * w.shape[1]) for w in weights if len(w.shape) == 2))
+
+
+def _infer_embedding(attrs, operands):
+    ids, table = operands
+    expect(len(table.shape) == 2, f"embedding: the table must be [V, D], got {table.shape}.")
+    return (TensorSpec("f32", ids.shape + table.shape[1:]),)
+
+
+def _rms(x, weight, eps) -> np.ndarray:
+    wide = x.astype(np.float64)
+    return (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * weight).astype(np.float32)
+
+
+def _infer_norm(attrs, operands):
+    x, weight = operands[0], operands[-1]
+    expect(weight.shape == x.shape[-1:], f"rms_norm: the input is {x.shape}, the weight {weight.shape}.")
+    return (x,) * (len(operands) - 1)
+
+
+def _norm_down(b, a, x, weight):
+    square = b.reduce(b.mul(x, x), kind="mean", axes=(b.rank(x) - 1,), keepdims=True)
+    return (b.mul(b.mul(x, b.rsqrt(b.add(square, b.scalar(a["eps"])))), weight),)
+
+
+def _add_norm(attrs, x, residual, weight):
+    total = residual + x
+    return (_rms(total, weight, attrs["eps"]), total)
+
+
+def _add_norm_down(b, a, x, residual, weight):
+    total = b.add(residual, x)
+    return (b.rms_norm(total, weight, eps=a["eps"]), total)
+
+
+def _infer_quantize(attrs, operands):
+    (x,) = operands
+    t, k = x.shape
+    group = attrs["group"]
+    expect(k % group == 0 and group % SUM_GROUP == 0, f"quantize: {k} columns don't divide into groups of {group}.")
+    return (
+        TensorSpec("i8", (t, k)),
+        TensorSpec("f32", (t, k // group)),
+        TensorSpec("f32", (t, k // SUM_GROUP)),
+    )
+
+
+def _quantize(attrs, x):
+    t, k = x.shape
+    group = attrs["group"]
+    blocks = x.reshape(t, k // group, group)
+    scales = np.abs(blocks).max(-1) / np.float32(127)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        codes = np.where(scales[..., None] > 0, np.rint(blocks / scales[..., None]), 0).astype(np.int8)
+    sums = codes.reshape(t, k // SUM_GROUP, SUM_GROUP).sum(-1, dtype=np.int32).astype(np.float32)
+    return codes.reshape(t, k), scales, sums * np.repeat(scales, group // SUM_GROUP, axis=1)
+
+
+ROWS = [
+    OpRow("embedding", ("ids", "table"), _infer_embedding, lambda a, ids, table: (table[ids],), factors="t,vd->td"),
+    OpRow("linear", ("x", "rest*"), _infer_linear, _linear, factors="tk,nk->tn", cost=_linear_flops),
+    OpRow("linears", ("x", "rest*"), _infer_linears, _linears, factors="tk,nk*->tn*", cost=_linear_flops,
+          decompose=lambda b, a, *v: tuple(
+              b.linear(*b.activation(v)[0], w) for w in b.activation(v)[1])),
+    OpRow("gated_linear", ("x", "rest*"), _infer_gated, _gated, attrs={"act": REQUIRED}, factors="tk,nk,nk->tn",
+          cost=_linear_flops,
+          decompose=lambda b, a, *v: (
+              (lambda x, w: b.mul(b.op(a["act"], b.linear(*x, w[0])), b.linear(*x, w[1])))(*b.activation(v)),)),
+    OpRow("rms_norm", ("x", "weight"), _infer_norm, lambda a, x, w: (_rms(x, w, a["eps"]),), attrs={"eps": REQUIRED},
+          factors="...d,d->...d", cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_norm_down),
+    OpRow("add_rms_norm", ("x", "residual", "weight"), _infer_norm, _add_norm, attrs={"eps": REQUIRED},
+          factors="...d,...d,d->...d,...d", cost=lambda a, o, r: scaled(size(o[0].shape), 5),
+          decompose=_add_norm_down),
+    OpRow("quantize", ("x",), _infer_quantize, _quantize, attrs={"group": 32}, factors="tk->tk,tk,tk",
+          cost=lambda a, o, r: scaled(size(o[0].shape), 3)),
+]

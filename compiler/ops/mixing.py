@@ -1,0 +1,115 @@
+"""Operators that see other tokens, through positions or a state: rope and attention."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaptc.errors import LegalityError
+from adaptc.ops.table import REQUIRED, OpRow, expect, scaled, size
+from adaptc.protocol import StateSpec, TensorSpec
+
+STORED = {"f32": np.float32, "f16": np.float16}
+
+
+def store(values: np.ndarray, dtype: str) -> np.ndarray:
+    """``values`` rounded to the dtype a state keeps them in, back as float32."""
+    if dtype == "bf16":  # round to nearest even on the upper 16 bits
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return values.astype(STORED[dtype]).astype(np.float32)
+
+
+class RowState:
+    """The oracle's rows of one state: per request, one array a part, indexed by position."""
+
+    def __init__(self, spec: StateSpec):
+        self.spec = spec
+        self.rows: dict[int, list[dict[int, np.ndarray]]] = {}
+
+    def append(self, request: int, position: int, parts) -> None:
+        table = self.rows.setdefault(request, [{} for _ in self.spec.parts])
+        for rows, value in zip(table, parts):
+            rows[position] = store(value, self.spec.dtype)
+
+    def read(self, request: int, lo: int, hi: int) -> list[np.ndarray]:
+        """Rows of positions lo..hi-1 of each part, [hi - lo, heads, width]."""
+        return [np.stack([rows[p] for p in range(lo, hi)]) for rows in self.rows[request]]
+
+
+def _infer_rope(attrs, operands):
+    x, cos, sin = operands
+    expect(cos == sin, f"rope: cos is {cos.shape} and sin {sin.shape}.")
+    expect(
+        len(x.shape) == 3 and cos.shape == (x.shape[0], x.shape[2]) and x.shape[2] % 2 == 0,
+        f"rope: the input is {x.shape} and cos {cos.shape}; expected [T, H, D] and [T, D] with D even.",
+    )
+    return (x,)
+
+
+def _rope(attrs, x, cos, sin):
+    half = x.shape[-1] // 2
+    turned = np.concatenate([-x[..., half:], x[..., :half]], -1)
+    return (x * cos[:, None, :] + turned * sin[:, None, :],)
+
+
+def _rope_down(b, a, x, cos, sin):
+    t, heads, width = b.shape(x)
+    half = width // 2
+    cut = lambda lo, hi: b.slice(x, starts=(0, 0, lo), limits=(-1, heads, hi), strides=(1, 1, 1))  # noqa: E731
+    turned = b.concat(b.neg(cut(half, width)), cut(0, half), axis=2)
+    wide = lambda v: b.reshape(v, shape=(t, 1, width))  # noqa: E731
+    return (b.add(b.mul(x, wide(cos)), b.mul(turned, wide(sin))),)
+
+
+def _infer_attention(attrs, operands):
+    q, k, v, positions, requests, state = operands
+    expect(isinstance(state, StateSpec), "attention: the last operand must be a state.")
+    (_, hk, dk), (_, hv, dv) = state.parts
+    expect(
+        q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2],
+        f"attention: q is {q.shape}, k {k.shape}, v {v.shape}; expected [T, H, D], [T, Hkv, D], [T, Hkv, Dv].",
+    )
+    expect(
+        k.shape[1:] == (hk, dk) and v.shape[1:] == (hv, dv),
+        f"attention: k is {k.shape} and v {v.shape}, but the state keeps {state.parts}.",
+    )
+    expect(q.shape[1] % hk == 0, f"attention: {q.shape[1]} query heads don't divide over {hk} key heads.")
+    expect(attrs["window"] == state.window, f"attention: window {attrs['window']}, the state's is {state.window}.")
+    return (TensorSpec("f32", (q.shape[0], q.shape[1], dv)),)
+
+
+def _attention(attrs, q, k, v, positions, requests, state: RowState):
+    """softmax(q·kᵀ·scaling [softcapped]) · v over the rows each token may see, in float64."""
+    for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
+        state.append(request, position, (k[t], v[t]))
+    groups = q.shape[1] // k.shape[1]
+    result = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32)
+    for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
+        lo = max(0, position - attrs["window"] + 1) if attrs["window"] else 0
+        try:
+            keys, values = state.read(request, lo, position + 1)
+        except KeyError:
+            raise LegalityError(f"attention: request {request} has no row for every position below {position}.")
+        query = q[t].reshape(k.shape[1], groups, -1).astype(np.float64)
+        scores = np.einsum("hgd,phd->hgp", query, keys.astype(np.float64)) * attrs["scaling"]
+        if attrs["softcap"]:
+            scores = attrs["softcap"] * np.tanh(scores / attrs["softcap"])
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        result[t] = np.einsum("hgp,phd->hgd", weights, values.astype(np.float64)).reshape(q.shape[1], -1)
+    return (result,)
+
+
+def _attention_flops(attrs, operands, results):
+    q, _, v = operands[:3]
+    per_row = 2 * q.shape[1] * (q.shape[2] + v.shape[2])
+    return {f"{q.shape[0]}*C": per_row}
+
+
+ROWS = [
+    OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, factors="thd,td,td->thd",
+          cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
+    OpRow("attention", ("q", "k", "v", "positions", "requests", "state"), _infer_attention, _attention,
+          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0}, factors="thd,thd,the,t,t->the",
+          cost=_attention_flops, state=5),
+]

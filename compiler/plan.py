@@ -1,0 +1,208 @@
+"""The plan: the waist between compiler and runtime. Plain frozen data, JSON on disk, standard library only.
+
+A plan says, for one rank, which native kernels a step calls, in which order and over which buffers. It names
+buffers by handle and never holds tensor bytes. Everything a tool needs to inspect, time or call a kernel by
+itself is here: each operator's output buffers, each kernel's symbol and the buffers it takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass
+
+from adaptc.errors import ArtifactError
+
+PLAN_VERSION = 1
+
+DTYPE_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "i1": 1}
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A dynamic dimension. ``T`` tokens of the step, ``R`` requests in it, ``S`` rows whose logits are wanted."""
+
+    name: str
+    max: int
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One named piece of memory.
+
+    kind     "input" | "output" | "arena" (at ``offset`` bytes from the arena's start) | "weight" (``source`` is
+             its key in weights.safetensors) | "state" (``source`` is the state's name; a page pool) |
+             "pages" (``source`` is the cache group; the block table, i32[R, max_pages])
+    shape    entries are ints or symbol names; row-major, dense
+    bytes    size with every symbol at its maximum (0 for state: the runtime decides the number of pages)
+    """
+
+    handle: str
+    kind: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    bytes: int
+    offset: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A native function ``void symbol(const void* const* buffers, const int64_t* symbols, int64_t tid, int64_t n)``.
+
+    ``buffers`` holds one pointer a signature entry, in order; ``symbols`` holds the plan's symbols' current
+    values in the plan's order; thread ``tid`` of ``n`` does its share. Signature entries read
+    ``"<role>:<dtype>[<shape>]"`` with role in | out | inout | weight | state | pages | scratch.
+    """
+
+    symbol: str
+    object: str
+    signature: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel over buffers (handles, as in the kernel's signature). All threads meet at a barrier after it."""
+
+    kernel: str
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of the laid-out IR at one place, with the kernels that carry it out.
+
+    id        stable from the IR to profiles: position in program order, 0-based
+    op        operator name in the operator table; ``source`` the module path in the authors' model
+    flops     {"": constant, "T": per token, "S": per sampled row, ...}; same for ``traffic`` in bytes
+    """
+
+    id: int
+    op: str
+    source: str
+    provider: str
+    calls: tuple[Call, ...]
+    outputs: tuple[str, ...]
+    flops: dict[str, int]
+    traffic: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of operators carried out without returning to the host. kind: "native" (later: collective, host)."""
+
+    kind: str
+    operators: tuple[Operator, ...]
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """One row component that a token appends, e.g. ``k`` of [heads, width]."""
+
+    name: str
+    heads: int
+    width: int
+
+
+@dataclass(frozen=True)
+class State:
+    """A state's contract. kind "rows": every token appends one row of ``parts``; ``window`` 0 = all are kept, else
+    only rows with position > p - window are ever read from position p. Within a page the layout is, for each part
+    in order, [heads][page_size][width] of ``dtype``."""
+
+    name: str
+    kind: str
+    group: str
+    dtype: str
+    window: int
+    parts: tuple[StatePart, ...]
+
+    def token_bytes(self) -> int:
+        return sum(p.heads * p.width for p in self.parts) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """States that share one block table: same window, so the same pages are live for all of them."""
+
+    name: str
+    window: int
+    states: tuple[str, ...]
+    max_pages: int
+    """Entries a request's row of the block table has: ceil(max_context / page_size)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    target: str
+    level: str
+    backend: str
+    vocabulary: int
+    max_context: int
+    max_step_tokens: int
+    max_requests: int
+    page_size: int
+    key_block: int
+    arena_bytes: int
+    symbols: tuple[Symbol, ...]
+    buffers: tuple[Buffer, ...]
+    kernels: tuple[Kernel, ...]
+    states: tuple[State, ...]
+    groups: tuple[CacheGroup, ...]
+    segments: tuple[Segment, ...]
+    inputs: dict[str, str]
+    """Role → buffer handle. Roles: tokens i32[T], positions i32[T], requests i32[T] (row of the block tables of
+    each token's request), sampled i32[S] (token rows whose logits are wanted), and pages:<group> i32[R, max_pages]."""
+    outputs: dict[str, str]
+    """Role → buffer handle. Role: logits f32[S, vocabulary]."""
+    version: int = PLAN_VERSION
+
+    def operators(self) -> tuple[Operator, ...]:
+        return tuple(op for segment in self.segments for op in segment.operators)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        try:
+            data = json.loads(text)
+            if data.get("version", 0) > PLAN_VERSION:
+                raise ArtifactError(
+                    f"plan.json has format version {data['version']}; this adaptc reads up to {PLAN_VERSION}.",
+                    hint="Install a newer adaptc or compile the model again.",
+                )
+            return _parse(Plan, data, "plan")
+        except (ValueError, AttributeError) as error:
+            raise ArtifactError(f"plan.json is not a valid plan: {error}") from error
+
+
+def _parse(kind, data, where: str):
+    """``data`` (from JSON) as a value of the annotated type ``kind``; every wrong, missing or unknown field is named."""
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(data, dict):
+            raise ArtifactError(f"{where}: expected an object, got {type(data).__name__}")
+        hints = typing.get_type_hints(kind)
+        unknown = sorted(set(data) - set(hints))
+        if unknown:
+            raise ArtifactError(f"{where}: unknown field {unknown[0]!r}")
+        required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+        missing = sorted(required - set(data))
+        if missing:
+            raise ArtifactError(f"{where}: missing field {missing[0]!r}")
+        return kind(**{k: _parse(hints[k], v, f"{where}.{k}") for k, v in data.items()})
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise ArtifactError(f"{where}: expected a list, got {type(data).__name__}")
+        return tuple(_parse(args[0], v, f"{where}[{i}]") for i, v in enumerate(data))
+    if origin is dict:
+        if not isinstance(data, dict):
+            raise ArtifactError(f"{where}: expected an object, got {type(data).__name__}")
+        return {k: _parse(args[1], v, f"{where}.{k}") for k, v in data.items()}
+    kinds = args if origin in (typing.Union, types.UnionType) else (kind,)
+    if not isinstance(data, kinds) or isinstance(data, bool):
+        raise ArtifactError(f"{where}: expected {kind}, got {data!r}")
+    return data

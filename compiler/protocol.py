@@ -1,0 +1,148 @@
+"""What a backend is. Standard library only; every part of adaptc may import this module.
+
+A backend is a folder under ``backends/`` or an installed package with an entry point in the group
+``adaptc.backends``. Its ``codegen`` side turns operators into kernels and objects at compile time; its ``launch``
+side maps an artifact's objects and weights and runs steps. Neither side imports the other, and ``launch`` imports
+no compiler: what they share is the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
+
+from adaptc.formats import WeightFormat
+from adaptc.plan import Plan
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor as a kernel sees it: dtype of elements, row-major shape (ints and symbol names), and, for a weight,
+    its storage format (then ``dtype`` is the logical "f32")."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+    format: WeightFormat | None = None
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A state operand: its row parts ((name, heads, width), ...), stored dtype, window (0 = unlimited), paging."""
+
+    parts: tuple[tuple[str, int, int], ...]
+    dtype: str
+    window: int
+    page_size: int
+    key_block: int
+    max_pages: int
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One operator, apart from its place: what a backend needs to choose and generate kernels.
+
+    attrs are plain Python values (int, float, str, bool, tuples of those); an operator with a region carries it as
+    ``attrs["body"]``: a tuple of (op name, operand indices, attrs-as-sorted-tuple) rows in program order, where
+    operand index i < len(operands) is an operand and the rest are earlier rows' results; ``attrs["yields"]`` are
+    the indices of the results.
+    """
+
+    op: str
+    operands: tuple[TensorSpec | StateSpec | None, ...]
+    results: tuple[TensorSpec, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel to generate: family and static parameters identify the code. ``symbol`` is derived from both."""
+
+    family: str
+    params: tuple[tuple[str, Any], ...]
+
+    def param(self, name: str) -> Any:
+        return dict(self.params)[name]
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """A kernel applied within one operator. ``args`` names what each pointer is: "operand:i", "result:i",
+    "state:i" / "pages:i" (page pool and block table of the state that is operand i), or "scratch:i"."""
+
+    kernel: KernelSpec
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How a backend carries out one operator: kernels in order (a barrier after each) and scratch buffers
+    (dtype, shape) that they share."""
+
+    uses: tuple[KernelUse, ...]
+    scratch: tuple[TensorSpec, ...] = ()
+
+
+class Codegen(Protocol):
+    """The compile-time side (module ``adaptc.backends.<name>.codegen``, object ``CODEGEN``)."""
+
+    name: str
+    symbols: tuple[str, ...]
+    """Order in which kernels read symbol values: ("T", "R", "S")."""
+
+    def select(self, spec: OpSpec) -> Selection | None:
+        """Kernels for an operator, or None when this backend has none (then its decomposition is used)."""
+
+    def symbol(self, kernel: KernelSpec) -> str:
+        """The kernel's link name: stable, unique by content, a valid C identifier."""
+
+    def signature(self, kernel: KernelSpec) -> tuple[str, ...]:
+        """The kernel's buffers as in ``plan.Kernel.signature``."""
+
+    def compile(self, kernels: Sequence[KernelSpec], level: str, *, workers: int = 1,
+                progress: Callable[[int, int], None] | None = None) -> Mapping[str, bytes]:
+        """Object files by file name, holding all ``kernels`` (and the backend's step driver) for CPU ``level``."""
+
+    def object_of(self, kernel: KernelSpec) -> str:
+        """Name of the object file that ``compile`` puts the kernel into."""
+
+    def packed_bytes(self, format: WeightFormat, shape: tuple[int, int]) -> int:
+        """Bytes of a packed weight of ``shape`` (rows, columns), padding included."""
+
+    def pack(self, format: WeightFormat, shape: tuple[int, int], codes: Mapping[str, Any]) -> bytes:
+        """A weight in this backend's layout from its unpacked codes (see ``formats``), losing nothing."""
+
+
+class Executable(Protocol):
+    """A plan made runnable in this process."""
+
+    def inputs(self, role: str):
+        """Writable numpy array over an input buffer, at its maximum shape."""
+
+    def outputs(self, role: str):
+        """Numpy array over an output buffer, at its maximum shape."""
+
+    def read(self, handle: str, symbols: Mapping[str, int]):
+        """A copy of any buffer's content as a numpy array, for tools and verification."""
+
+    def state(self, name: str):
+        """Numpy uint8 array [num_pages, page_bytes] over a state's page pool."""
+
+    def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, times: bool = False):
+        """One step: the plan's kernels with these symbol values, up to and including operator id ``stop_after``.
+        With ``times``, returns seconds spent by operator id; else None."""
+
+    def close(self) -> None:
+        """Stops threads and releases memory."""
+
+
+class Launcher(Protocol):
+    """The run-time side (module ``adaptc.backends.<name>.launch``, object ``LAUNCHER``)."""
+
+    name: str
+
+    def check_host(self, plan: Plan) -> None:
+        """Raises ArtifactError when this machine can't run the plan's CPU level, naming both."""
+
+    def load(self, plan: Plan, objects: Mapping[str, bytes], weights: Mapping[str, memoryview], *,
+             threads: int, pages: Mapping[str, int]) -> Executable:
+        """Maps kernels, weights (packed bytes by name) and page pools (``pages``: number of pages by group)."""

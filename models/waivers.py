@@ -1,0 +1,135 @@
+"""What a model's files say that inference doesn't need, each with its reason. Everything not listed here must be used.
+
+Keys are ``fnmatch`` patterns. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+_TRAINING = "used in training only"
+_GENERATION = "a default of generation, which the caller decides"
+_TEXT = "belongs to the tokenizer, which carries it itself"
+_PROVENANCE = "says where the model comes from"
+_STORAGE = "says how tensors are stored, which each tensor says itself"
+
+CONFIG: Mapping[str, str] = {
+    "initializer_range": _TRAINING,
+    "attention_dropout": _TRAINING,
+    "hidden_dropout": _TRAINING,
+    "resid_pdrop": _TRAINING,
+    "embd_pdrop": _TRAINING,
+    "attn_pdrop": _TRAINING,
+    "pretraining_tp": _TRAINING,
+    "router_aux_loss_coef": _TRAINING,
+    "gradient_checkpointing": _TRAINING,
+    "use_cache": "the compiled step always has a cache",
+    "cache_implementation": "the compiled step has paged caches of its own",
+    "model_type": "has chosen the configuration class",
+    "architectures": _PROVENANCE,
+    "auto_map": "code that comes with a checkpoint is never run; transformers' own class of the model_type is",
+    "transformers_version": _PROVENANCE,
+    "_name_or_path": _PROVENANCE,
+    "name_or_path": _PROVENANCE,
+    "_commit_hash": _PROVENANCE,
+    "torch_dtype": _STORAGE,
+    "dtype": _STORAGE,
+    "max_position_embeddings": "bounds the context, which is an option of the compiler",
+    "bos_token_id": _TEXT,
+    "eos_token_id": _TEXT,
+    "pad_token_id": _TEXT,
+    "unk_token_id": _TEXT,
+    "sep_token_id": _TEXT,
+    "output_attentions": "asks for values that a compiled model doesn't return",
+    "output_hidden_states": "asks for values that a compiled model doesn't return",
+    "return_dict": "chooses a container of results",
+    "is_llama_config": _PROVENANCE,
+    "rope_interleaved": "a flag of the authors' own training code; transformers' class always has halves",
+    "do_sample": _GENERATION,
+    "temperature": _GENERATION,
+    "top_k": _GENERATION,
+    "top_p": _GENERATION,
+    "max_length": _GENERATION,
+    "repetition_penalty": _GENERATION,
+    "transformers.js_config*": "for another runtime",
+}
+"""Keys of config.json (dotted when nested)."""
+
+CONFIG_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "rope_theta": ("rope_parameters.rope_theta", "rope_parameters.full_attention.rope_theta"),
+    "rope_local_base_freq": ("rope_parameters.sliding_attention.rope_theta",),
+    "rope_scaling.type": ("rope_parameters.rope_type", "rope_parameters.full_attention.rope_type"),
+    "rope_scaling.*": ("rope_parameters.*", "rope_parameters.full_attention.*"),
+    "rope_parameters.type": ("rope_parameters.rope_type",),
+    "partial_rotary_factor": ("rope_parameters.partial_rotary_factor",),
+    "sliding_window_pattern": ("layer_types",),
+    "_sliding_window_pattern": ("layer_types",),
+}
+"""Older spellings of keys → the names transformers reads them under; a ``*`` stands for the same text in both."""
+
+METADATA: Mapping[str, str] = {
+    "general.type": "a model; adapters are refused for their missing tensors",
+    "general.name": _PROVENANCE,
+    "general.author": _PROVENANCE,
+    "general.version": _PROVENANCE,
+    "general.organization": _PROVENANCE,
+    "general.basename": _PROVENANCE,
+    "general.finetune": _PROVENANCE,
+    "general.description": _PROVENANCE,
+    "general.quantized_by": _PROVENANCE,
+    "general.size_label": _PROVENANCE,
+    "general.license*": _PROVENANCE,
+    "general.url": _PROVENANCE,
+    "general.doi": _PROVENANCE,
+    "general.uuid": _PROVENANCE,
+    "general.repo_url": _PROVENANCE,
+    "general.source.*": _PROVENANCE,
+    "general.base_model.*": _PROVENANCE,
+    "general.dataset.*": _PROVENANCE,
+    "general.tags": _PROVENANCE,
+    "general.languages": _PROVENANCE,
+    "general.datasets": _PROVENANCE,
+    "general.sampling.*": _GENERATION,
+    "general.file_type": _STORAGE,
+    "general.quantization_version": _STORAGE,
+    "general.alignment": "read by the parser of the container",
+    "split.*": "a file of one part; several parts are refused",
+    "quantize.imatrix.*": _PROVENANCE,
+    "tokenizer.chat_template.*": "an alternative template; the default one is kept",
+    "tokenizer.chat_templates": "lists the alternative templates",
+    "tokenizer.huggingface.json": "the same tokenizer in another form",
+    "tokenizer.ggml.add_sep_token": "separators belong to encoders",
+    "tokenizer.ggml.seperator_token_id": "separators belong to encoders",
+    "tokenizer.ggml.cls_token_id": "belongs to encoders",
+    "tokenizer.ggml.mask_token_id": "belongs to encoders",
+    "tokenizer.ggml.token_type_count": "belongs to encoders",
+    "tokenizer.ggml.fim_*_token_id": "fill-in-the-middle prompts are the caller's",
+    "tokenizer.ggml.prefix_token_id": "fill-in-the-middle prompts are the caller's",
+    "tokenizer.ggml.suffix_token_id": "fill-in-the-middle prompts are the caller's",
+    "tokenizer.ggml.middle_token_id": "fill-in-the-middle prompts are the caller's",
+}
+"""Metadata keys of GGUF files."""
+
+TENSORS: Mapping[str, str] = {
+    "*rotary_emb.inv_freq": "computed from the configuration",
+    "*.attn.bias": "a causal mask stored by old versions of transformers",
+    "*.attn.masked_bias": "a causal mask stored by old versions of transformers",
+    "rope_freqs.weight": "read into the configuration's rope parameters",
+}
+"""Tensors of either kind of file."""
+
+
+def reason(table: Mapping[str, str], key: str) -> str | None:
+    """Why ``key`` may go unused, or None when it must be used."""
+    return next((why for pattern, why in table.items() if fnmatchcase(key, pattern)), None)
+
+
+def aliases(key: str) -> tuple[str, ...]:
+    """Names under which transformers may read the config.json key ``key``, itself first."""
+    names = [key]
+    for pattern, targets in CONFIG_ALIASES.items():
+        if fnmatchcase(key, pattern):
+            star = key[len(pattern) - 1 :] if pattern.endswith("*") else ""
+            names.extend(target.replace("*", star) for target in targets)
+    return tuple(names)

@@ -1,0 +1,115 @@
+"""Pages of the caches: one pool a cache group, one block table a request and group.
+
+A page id stands for the same page in every state of its group, so a pool holds numbers only. Reservation is what
+makes admission safe: a request promises the most pages it can ever hold at once, and the promises of the admitted
+requests never exceed the pool, so a running request always finds its next page.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+
+class PagePool:
+    """Page numbers 0 … pages-1 with reference counts. ``order_seed`` hands pages out in random order, for tests."""
+
+    def __init__(self, pages: int, order_seed: int | None = None):
+        self.pages = pages
+        self.reserved = 0
+        self._random = None if order_seed is None else random.Random(order_seed)
+        self._references = [0] * pages
+        self._free = list(range(pages - 1, -1, -1))
+
+    @property
+    def free_pages(self) -> tuple[int, ...]:
+        return tuple(self._free)
+
+    def reserve(self, count: int) -> bool:
+        """Promises ``count`` pages to a request, if the pool can keep the promise."""
+        if self.reserved + count > self.pages:
+            return False
+        self.reserved += count
+        return True
+
+    def unreserve(self, count: int) -> None:
+        self.reserved -= count
+
+    def alloc(self) -> int:
+        """A page nobody holds; its content is undefined. Within a reservation there always is one."""
+        if self._random is not None:
+            i = self._random.randrange(len(self._free))
+            self._free[i], self._free[-1] = self._free[-1], self._free[i]
+        page = self._free.pop()
+        self._references[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more holder of a page in use."""
+        assert self._references[page] > 0, f"page {page} is free"
+        self._references[page] += 1
+
+    def free(self, page: int) -> None:
+        """One holder less; the page is free when it was the last."""
+        assert self._references[page] > 0, f"page {page} is free already"
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._free.append(page)
+
+    def recount(self, held: Iterable[int], reserved: int) -> None:
+        """Rebuilds everything from what is held (a page once a holder): the way back from an interrupted change."""
+        holders = Counter(held)
+        self._references = [holders[page] for page in range(self.pages)]
+        self._free = [page for page in range(self.pages - 1, -1, -1) if not holders[page]]
+        self.reserved = reserved
+
+
+def pages_needed(tokens: int, page_size: int, window: int, step_tokens: int) -> int:
+    """The most pages that a request of ``tokens`` tokens holds at once in a group.
+
+    With a window, a step of n tokens sees window - 1 earlier rows and its own n: wherever that run of rows starts, it
+    touches at most (window - 1 + n + page_size - 2) // page_size + 1 pages.
+    """
+    every = -(-tokens // page_size)
+    return every if window == 0 else min(every, (window + step_tokens + page_size - 3) // page_size + 1)
+
+
+class BlockTable:
+    """One request's pages in one group: ``entries`` i32[max_pages], page ids by page index, -1 where there is none."""
+
+    def __init__(self, pool: PagePool, page_size: int, window: int, max_pages: int):
+        self.pool, self.page_size, self.window = pool, page_size, window
+        self.entries = np.full(max_pages, -1, np.int32)
+        self._first = self._end = 0
+
+    def grow(self, tokens: int) -> None:
+        """Holds pages for positions below ``tokens``."""
+        while self._end * self.page_size < tokens:
+            self.entries[self._end] = self.pool.alloc()
+            self._end += 1
+
+    def slide(self, length: int) -> None:
+        """Frees pages that no position from ``length`` on reads: those wholly at or below length - window."""
+        if self.window:
+            self._drop(max(0, length - self.window + 1) // self.page_size)
+
+    def release(self) -> None:
+        self._drop(self._end)
+
+    def _drop(self, first: int) -> None:
+        while self._first < min(first, self._end):
+            page, self.entries[self._first] = int(self.entries[self._first]), -1
+            self._first += 1
+            self.pool.free(page)
+
+    def held(self, length: int) -> list[int]:
+        """The pages held for positions below ``length``, after forgetting (not freeing) those beyond: what a step
+        that did not commit had taken. Together with ``PagePool.recount`` this undoes it."""
+        self._end = -(-length // self.page_size)
+        self.entries[self._end :] = -1
+        used = np.flatnonzero(self.entries >= 0)
+        self._first = int(used[0]) if len(used) else self._end
+        return [int(page) for page in self.entries[used]]
