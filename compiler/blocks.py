@@ -31,7 +31,10 @@ def _fields(scales: np.ndarray, names: tuple[str, ...]) -> Codes:
 
 
 def _interleaved(packed: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Codes of ``bits`` bits: each run of ``run`` bytes holds 8/bits runs of codes, lowest bits first. [B, n] → codes."""
+    """Codes of ``bits`` bits. Each run of ``run`` bytes holds 8/bits runs of codes, lowest bits first.
+
+    uint8 [B, n] → uint8 [B, n * 8/bits].
+    """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     codes = packed.reshape(len(packed), -1, 1, run) >> shifts
     codes &= np.uint8((1 << bits) - 1)
@@ -157,10 +160,11 @@ def dequantize(format: WeightFormat, codes: Mapping[str, np.ndarray]) -> np.ndar
     if format.zero:
         values -= np.float32(format.zero)
     grouped = values.reshape(*stored.shape[:-1], -1, format.group)
-    grouped *= level(format, codes, "scale")[..., None]
-    if format.minimum:
-        minimum = level(format, codes, "min")[..., None]
-        (np.add if format.min_sign > 0 else np.subtract)(grouped, minimum, out=grouped)
+    with np.errstate(invalid="ignore", over="ignore"):  # damaged scales are for is_finite to report
+        grouped *= level(format, codes, "scale")[..., None]
+        if format.minimum:
+            minimum = level(format, codes, "min")[..., None]
+            (np.add if format.min_sign > 0 else np.subtract)(grouped, minimum, out=grouped)
     return values
 
 

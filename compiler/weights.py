@@ -2,60 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from adaptc import blocks
-from adaptc.errors import InputError
 from adaptc.formats import FORMATS
 from adaptc.ir.module import Weight
+from adaptc.sources.binding import Binding
+from adaptc.sources.tensor import check_finite
+
+DENSE = FORMATS["f32"]
+"""What a weight without a packed type is held in."""
 
 
-def codes_of(source, weight: Weight) -> dict[str, Any]:
+def codes_of(source, weight: Weight) -> blocks.Codes:
     """Unpacked codes of ``weight`` in the format its type states, rows in the parameter's order.
 
     The file's own codes and scales when the formats agree; otherwise its values, converted. ``source`` is a
-    ``sources.Source``.
+    ``sources.Source``. InputError names a tensor with NaN or infinite values.
     """
     tensor = source.tensors[weight.tensor]
-    wanted = weight.spec.format or FORMATS["f32"]
-    if tensor.format == wanted and len(weight.spec.shape) > 1:
-        codes = tensor.codes()
-        _check_scales_finite(weight, codes)
-    else:
-        values = finite(weight, tensor.values())
-        codes = blocks.quantize(wanted, values.reshape(1, -1) if values.ndim == 1 else values)
-    order = source.row_order(weight.rows, weight.spec.shape[0]) if weight.rows else None
-    return codes if order is None else {name: array[order] for name, array in codes.items()}
+    wanted = weight.spec.format or DENSE
+    codes = tensor.codes()
+    check_finite(tensor, tensor.format, codes)
+    if tensor.format != wanted:
+        codes = blocks.quantize(wanted, blocks.dequantize(tensor.format, codes))
+    order = Binding(weight.tensor, weight.rows or None).rows(tensor.shape[0])
+    return codes if order is None else blocks.take_rows(codes, order)
 
 
 def parameter(source, weight: Weight) -> np.ndarray:
     """Float32 values of ``weight`` as its type stores them, in its shape: what the reference backend computes with."""
-    fmt = weight.spec.format or FORMATS["f32"]
-    return blocks.dequantize(fmt, codes_of(source, weight)).reshape(weight.spec.shape)
+    return blocks.dequantize(weight.spec.format or DENSE, codes_of(source, weight)).reshape(weight.spec.shape)
 
 
-def finite(weight: Weight, values: np.ndarray) -> np.ndarray:
-    """``values``, or InputError naming the tensor when a value is NaN or infinite."""
-    bad = ~np.isfinite(values)
-    if bad.any():
-        where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise InputError(
-            f"tensor {weight.tensor!r} has {int(bad.sum())} values that are NaN or infinite, the first at {where}.",
-            hint="The file is damaged or was exported wrongly; get it again.",
-        )
-    return values
+def conversion_error(source, weight: Weight) -> float:
+    """Relative RMS error that storing ``weight`` in another format than its file's introduces; 0.0 for the same."""
+    tensor = source.tensors[weight.tensor]
+    wanted = weight.spec.format or DENSE
+    if wanted == tensor.format or wanted == DENSE:
+        return 0.0
+    exact = tensor.values().astype(np.float64)
+    kept = blocks.dequantize(wanted, blocks.quantize(wanted, exact.astype(np.float32)))
+    scale = np.sqrt(np.mean(exact**2))
+    return float(np.sqrt(np.mean((kept - exact) ** 2)) / scale) if scale else 0.0
 
-
-def _check_scales_finite(weight: Weight, codes: dict[str, Any]) -> None:
-    """Integer codes are always finite, so only float codes and scales can spoil a weight."""
-    for name, array in codes.items():
-        floats = array.view(np.uint16).astype(np.uint32) << 16 if _is_bf16(weight, name, array) else array
-        floats = floats.view(np.float32) if floats.dtype == np.uint32 else floats
-        if floats.dtype.kind == "f":
-            finite(weight, floats)
-
-
-def _is_bf16(weight: Weight, name: str, array: np.ndarray) -> bool:
-    return name == "codes" and array.dtype == np.uint16

@@ -68,6 +68,15 @@ CONFIG_ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """Older spellings of keys → the names transformers reads them under; a ``*`` stands for the same text in both."""
 
+LAYER_KEYS: Mapping[str, str] = {
+    "sliding_window": "sliding_attention",
+    "*full_attention.*": "full_attention",
+    "*sliding_attention.*": "sliding_attention",
+    "*chunked_attention.*": "chunked_attention",
+    "*linear_attention.*": "linear_attention",
+}
+"""Keys that only layers of one type read, so that a model without such layers has no use for them."""
+
 METADATA: Mapping[str, str] = {
     "general.type": "a model; adapters are refused for their missing tensors",
     "general.name": _PROVENANCE,
@@ -94,6 +103,7 @@ METADATA: Mapping[str, str] = {
     "general.file_type": _STORAGE,
     "general.quantization_version": _STORAGE,
     "general.alignment": "read by the parser of the container",
+    "*.rope.scaling.finetuned": _PROVENANCE,
     "split.*": "a file of one part; several parts are refused",
     "quantize.imatrix.*": _PROVENANCE,
     "tokenizer.chat_template.*": "an alternative template; the default one is kept",

@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from adaptc.errors import RequestError
 from adaptc.plan import CacheGroup, Plan
 from adaptc.protocol import Executable
 from adaptc.runtime.pages import BlockTable, PagePool, pages_needed
-from adaptc.runtime.sampler import Sampling, sample
+from adaptc.runtime.sampler import Sampling, check, sample
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class _Request:
     """A request's state. ``tokens[:count]`` are known, ``length`` of them are in the caches; length < count."""
 
     __slots__ = ("id", "tokens", "count", "length", "prompt", "sampling", "stop_ids", "logits_from", "logits_out",
-                 "chunk", "budget", "tables", "stepped")  # fmt: skip
+                 "chunk", "budget", "tables")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,10 @@ class Engine:
         self.pools = {group.name: PagePool(pages[group.name], page_order_seed) for group in plan.groups}
         self._groups = plan.groups
         self._max = {symbol.name: symbol.max for symbol in plan.symbols}
+        self._most = min(self._max.values())  # requests running: each then gets a token and a row in every step
         self._running: dict[int, _Request] = {}
         self._waiting: deque[_Request] = deque()
         self._ids = itertools.count()
-        self._steps = itertools.count()
         self._undelivered: list[Event] = []
         self._tokens = executable.inputs("tokens")
         self._positions = executable.inputs("positions")
@@ -95,6 +96,7 @@ class Engine:
         ``plan.max_context``. It starts when the pages for that can be promised. ``chunk`` limits the tokens a step
         takes of it. Raises RequestError when it could never be served.
         """
+        check("max_tokens", max_tokens, Integral, "an integer ≥ 1", lambda v: v >= 1)
         prompt = self._checked(tokens)
         last = min(len(prompt) + max_tokens, self.plan.max_context + 1)
         return self._queue(prompt, last, sampling, frozenset(stop_ids), len(prompt) - 1, None, chunk)
@@ -105,6 +107,7 @@ class Engine:
         f32[len(tokens) - start, vocabulary] while steps go on; nothing is generated. Its declared maximum is its
         length. Returns the request's id."""
         prompt = self._checked(tokens)
+        check("start", start, Integral, f"an integer from 0 to {len(prompt) - 1}", lambda v: 0 <= v < len(prompt))
         return self._queue(prompt, len(prompt), Sampling(), frozenset(), start, logits, chunk)
 
     def abort(self, request: int) -> bool:
@@ -136,7 +139,10 @@ class Engine:
                 self.executable.state(state)[free] = 0xFF
 
     def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        ids = np.asarray(tokens)
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:  # ragged
+            raise RequestError("A prompt of token ids is a flat list of integers, got nested lists.") from None
         if ids.size == 0:
             raise RequestError("The prompt is empty; give at least one token.")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -151,11 +157,13 @@ class Engine:
         return ids.astype(np.int32)
 
     def _queue(self, prompt, last, sampling, stop_ids, logits_from, logits_out, chunk) -> int:
+        if chunk is not None:
+            check("chunk", chunk, Integral, "an integer ≥ 1 (or None)", lambda v: v >= 1)
         request = _Request()
         request.tokens = np.empty(max(last, len(prompt)), np.int32)
         request.tokens[: len(prompt)] = prompt
         request.count = request.prompt = len(prompt)
-        request.length = request.stepped = 0
+        request.length = 0
         request.sampling, request.stop_ids = sampling, stop_ids
         request.logits_from, request.logits_out = logits_from, logits_out
         request.chunk = min(chunk or self.plan.max_step_tokens, self.plan.max_step_tokens)
@@ -176,11 +184,11 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Runs one step and returns what it did, [] when there is nothing to do. When it raises, whatever the reason,
-        no request has moved and the next call tries again."""
+        no request has moved and the next call tries again (an interrupt within the commit lets it finish first; the
+        next call then returns its events)."""
         outcomes: list[_Outcome] | None = None
         try:
-            self._admit()
-            chunks = self._schedule()
+            chunks = [] if self._undelivered else self._schedule()
             if chunks:
                 self.executable.run(self._fill(chunks))
                 outcomes = self._sample(chunks)
@@ -195,7 +203,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Lets waiting requests in, first come first served, while their pages can be promised."""
-        while self._waiting and len(self._running) < self._max["R"]:
+        while self._waiting and len(self._running) < self._most:
             request = self._waiting[0]
             promised = 0
             for group, budget in zip(self._groups, request.budget):
@@ -213,11 +221,10 @@ class Engine:
             self._waiting.popleft()
 
     def _schedule(self) -> list[_Chunk]:
-        """The next step's chunks: decodes, those that waited longest first, then prefills in order of arrival."""
+        """The next step's chunks: decodes first, then prefills in order of arrival."""
+        self._admit()
         tokens, rows = self._max["T"], self._max["S"]
         decodes = [r for r in self._running.values() if r.length >= r.prompt]
-        if len(decodes) > min(tokens, rows):
-            decodes.sort(key=lambda r: r.stepped)
         chunks = []
         for request in itertools.chain(decodes, (r for r in self._running.values() if r.length < r.prompt)):
             start = request.length
@@ -271,7 +278,6 @@ class Engine:
         return outcomes
 
     def _commit(self, outcomes: Sequence[_Outcome]) -> None:
-        step = next(self._steps)
         self._undelivered = [Event(o.request.id, o.token, o.finish) for o in outcomes
                              if o.token is not None or o.finish is not None]  # fmt: skip
         for outcome in outcomes:
@@ -280,7 +286,6 @@ class Engine:
                 request.tokens[outcome.count] = outcome.token
                 request.count = outcome.count + 1
             request.length = outcome.length
-            request.stepped = step
             if outcome.finish is not None:
                 self._end(request)
             else:
@@ -295,6 +300,7 @@ class Engine:
 
     def _rollback(self) -> None:
         """Makes pools and tables what the running requests' lengths say, whatever was interrupted where."""
+        self._waiting = deque(r for r in self._waiting if r.id not in self._running)
         for i, group in enumerate(self._groups):
             held = [page for r in self._running.values() for page in r.tables[i].held(r.length)]
             self.pools[group.name].recount(held, sum(r.budget[i] for r in self._running.values()))

@@ -7,7 +7,6 @@ import functools
 import hashlib
 
 import numpy as np
-
 from adaptc.backends.cpu.elf import Image
 from adaptc.backends.cpu.toolchain import compile_mlir
 
@@ -50,7 +49,7 @@ def run(module, spec, operands, symbols, threads: int = 1):
     selection = module.SELECT[spec.op](spec)
     assert selection is not None, f"no kernel for {spec}"
     values = dict(zip("TRS", symbols))
-    size = lambda shape: tuple(values[d] if isinstance(d, str) else d for d in shape)  # noqa: E731
+    size = lambda shape: tuple(values[d] if isinstance(d, str) else d for d in shape)
     results = [aligned(np.full(size(r.shape), 77, NUMPY[r.dtype])) for r in spec.results]
     scratch = [aligned(np.full(size(s.shape), 77, NUMPY[s.dtype])) for s in selection.scratch]
     inputs = [tuple(map(np.asarray, o)) if isinstance(o, tuple) else aligned(np.asarray(o)) for o in operands]

@@ -50,7 +50,8 @@ def test_integer_formats_match_gguf_bit_for_bit(name):
 def test_codes_have_the_shapes_and_dtypes_of_the_format(name):
     format = FORMATS[name]
     codes = blocks.unblock(format, random_raw(name, 4, 512), (4, 512))
-    names = {"codes"} | {f"scale{i}" for i in range(len(format.scale))} | {f"min{i}" for i in range(len(format.minimum))}
+    names = {"codes", *(f"scale{i}" for i in range(len(format.scale)))}
+    names |= {f"min{i}" for i in range(len(format.minimum))}
     assert set(codes) == names
     assert codes["codes"].shape == (4, 512)
     assert codes["codes"].dtype == (np.int8 if format.codes == "i8" else np.uint8)

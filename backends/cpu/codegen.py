@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -9,7 +10,8 @@ import pkgutil
 import queue
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from adaptc.backends.cpu import kernels as kernel_modules
 from adaptc.backends.cpu.cache import KernelCache, cache_key, default_folder
@@ -121,11 +123,13 @@ def compile_texts(
     report = progress or (lambda done, total: None)
     done = len(texts) - len(missing)
     report(done, len(texts))
-    for name, data in _compile_all({n: texts[n] for n in missing}, level, max(1, min(workers, len(missing)))):
-        objects[name] = data
-        cache.put(keys[name], data)
-        done += 1
-        report(done, len(texts))
+    made = _compile_all({n: texts[n] for n in missing}, level, max(1, min(workers, len(missing))))
+    with contextlib.closing(made):
+        for name, data in made:
+            objects[name] = data
+            cache.put(keys[name], data)
+            done += 1
+            report(done, len(texts))
     return {file: objects[file, symbol] for file, symbol in sorted(objects)}
 
 
@@ -155,8 +159,8 @@ def _compile_all(texts: Mapping[tuple[str, str], str], level: str, workers: int)
         for future in as_completed(futures):
             yield futures[future], future.result()
     finally:
-        for future_worker in pool:
-            future_worker.stop()
+        for worker in pool:
+            worker.stop()
         threads.shutdown(cancel_futures=True)
 
 

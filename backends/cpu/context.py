@@ -32,7 +32,7 @@ class Context(ctypes.Structure):
     commands, count  the calls to carry out: a barrier follows each
     symbols          values of the plan's symbols, int64 each
     times            null, or count + 1 cycle counts: before the first call, and after each call's barrier
-    spin             cycles that a waiting thread spins before it sleeps
+    spin             cycles that a waiting thread spins and gives way before it sleeps
     quit             not 0: workers return when woken
     arrived          threads that have reached the current barrier
     passed           one event a barrier

@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
-from typing import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from adaptc.errors import ArtifactError
 
@@ -226,8 +226,8 @@ class Rule:
     slot: bool = False
 
 
-_PC = lambda s, a, p, g, t: s + a - p  # noqa: E731 - the ABI's formulas, in its letters
-_GOT_PC = lambda s, a, p, g, t: g + a - p  # noqa: E731
+_PC = lambda s, a, p, g, t: s + a - p
+_GOT_PC = lambda s, a, p, g, t: g + a - p
 RULES: dict[int, Rule] = {
     1: Rule(8, True, lambda s, a, p, g, t: s + a),  # R_X86_64_64
     2: Rule(4, True, _PC),  # R_X86_64_PC32

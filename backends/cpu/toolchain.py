@@ -8,12 +8,14 @@ fills in the bodies of the declarations it finds. Nothing calls them, and the ob
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
+import re
 import tempfile
 
 from adaptc.backends.cpu.elf import hide, read_object
-from adaptc.backends.cpu.levels import Level, level_of
+from adaptc.backends.cpu.levels import LEVELS, Level, level_of
 from adaptc.errors import AdaptcError
 
 PIPELINE = (
@@ -41,11 +43,14 @@ PIPELINE = (
 """Passes from upstream dialects to the llvm dialect, in order."""
 
 _OPTIMISATION = 3
+_REVISION = 1
+"""Counts the changes of this file that change objects, other than of the tables."""
 
 
 def toolchain_version() -> str:
-    """What the bytes of an object depend on besides its MLIR text and CPU level; part of cache keys."""
-    return f"torch-mlir {importlib.metadata.version('torch-mlir')} O{_OPTIMISATION} {','.join(PIPELINE)} abi 1"
+    """What the bytes of an object depend on besides its MLIR text and CPU level's name; part of cache keys."""
+    tables = hashlib.sha256(repr((PIPELINE, LEVELS)).encode()).hexdigest()
+    return f"torch-mlir {importlib.metadata.version('torch-mlir')} O{_OPTIMISATION} revision {_REVISION} {tables}"
 
 
 def compile_mlir(text: str, level: str) -> bytes:
@@ -78,14 +83,16 @@ def compile_mlir(text: str, level: str) -> bytes:
             data = hide(_dump(engine), kernels)
         except (ir.MLIRError, RuntimeError, ValueError) as error:
             reason = "\n".join([*said, str(error)]).strip()
-            raise AdaptcError(f"a kernel could not be compiled for {level}: {reason}\n{_excerpt(text)}") from error
+            raise AdaptcError(
+                f"a kernel could not be compiled for {level}: {reason}\n{_excerpt(text, reason)}"
+            ) from error
         finally:
             handler.detach()
     undefined = read_object(data, "the compiled object").undefined()
     if undefined:
         raise AdaptcError(
             f"a kernel calls {', '.join(undefined)}, but kernels are loaded without any library.",
-            hint="Write the function as arithmetic in the kernel's text.\n" + _excerpt(text),
+            hint="Write it as arithmetic in the kernel's text.",
         )
     return data
 
@@ -153,6 +160,11 @@ def _dump(engine) -> bytes:
             return file.read()
 
 
-def _excerpt(text: str, lines: int = 12) -> str:
-    head = text.strip().splitlines()[:lines]
-    return "\n".join(["The text begins:", *head])
+def _excerpt(text: str, reason: str, around: int = 3) -> str:
+    """The lines of ``text`` around the first place that ``reason`` names (MLIR writes ``"-":line:column``)."""
+    place = re.search(r'"-":(\d+):', reason)
+    if not place:
+        return ""
+    line = int(place[1])
+    numbered = list(enumerate(text.splitlines(), 1))
+    return "\n".join(f"{number:5} | {row}" for number, row in numbered[max(0, line - 1 - around) : line + around])

@@ -10,6 +10,8 @@ declarations by ``sym_name``), ``adaptc.get`` (their value in a function, by ``s
 
 from __future__ import annotations
 
+import sys
+import types
 from functools import cache
 from typing import Any
 
@@ -30,6 +32,8 @@ def context() -> ir.Context:
     The dialect's definition is the operator table and its verifier ``legality.check``, not IRDL: IRDL's variadic
     operands must all have one type, and most of our variadic operators (merged projections, groups) mix types.
     """
+    # the bindings look for a Python module of the dialect at every operation they show; not finding one costs 35 µs
+    sys.modules.setdefault("torch_mlir.dialects.adaptc", types.ModuleType("torch_mlir.dialects.adaptc"))
     result = ir.Context()
     result.enable_multithreading(False)
     result.allow_unregistered_dialects = True
@@ -83,7 +87,7 @@ def attrs(op) -> dict[str, Any]:
     return {n: from_attr(named[n]) for n in named if n not in NOTES}
 
 
-NOTES = ("source", "kernels", "buffers", "scratch", "id")
+NOTES = ("source", "kernels", "buffers", "scratch", "id", "frame")
 """Attributes that any operation may carry beside its row's: where it comes from, and what later stages decided."""
 
 

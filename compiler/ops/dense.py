@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from adaptc.ops.elementwise import UNARY
+from adaptc.ops.shape import INDICES
 from adaptc.ops.table import REQUIRED, OpRow, added, expect, scaled, size
 from adaptc.protocol import TensorSpec
 
@@ -34,12 +35,27 @@ def _matmul(activation, weight) -> np.ndarray:
 
 
 def _check_weight(name, activation, weight):
+    x = activation[0]
     expect(len(weight.shape) == 2, f"{name}: the weight must be [N, K], got {weight.shape}.")
     expect(
-        len(activation[0].shape) == 2 and activation[0].shape[1] == weight.shape[1],
-        f"{name}: the input is {activation[0].shape}, the weight {weight.shape}; expected [T, K] and [N, K].",
+        len(x.shape) == 2 and x.shape[1] == weight.shape[1],
+        f"{name}: the input is {x.shape}, the weight {weight.shape}; expected [T, K] and [N, K].",
     )
-    return TensorSpec("f32", (activation[0].shape[0], weight.shape[0]))
+    kinds = tuple(spec.dtype for spec in (*activation, weight))
+    wanted = ("i8", "f32", "f32", "f32") if len(activation) == 3 else ("f32", "f32")
+    expect(kinds == wanted, f"{name}: the input and weight are {', '.join(kinds)}; expected {', '.join(wanted)}.")
+    if len(activation) == 3:
+        _check_quantized(name, *activation)
+    return TensorSpec("f32", (x.shape[0], weight.shape[0]))
+
+
+def _check_quantized(name, codes, scales, sums):
+    t, k = codes.shape
+    groups = scales.shape[1] if len(scales.shape) == 2 and isinstance(scales.shape[1], int) else 0
+    expect(
+        groups > 0 and k % groups == 0 and scales.shape[0] == t and sums.shape == (t, k // SUM_GROUP),
+        f"{name}: codes are {codes.shape}, scales {scales.shape} and sums {sums.shape}; they must be quantize's results.",
+    )
 
 
 def _infer_linear(attrs, operands):
@@ -81,12 +97,13 @@ def _gated(attrs, *operands):
 def _linear_flops(attrs, operands, results):
     activation, weights = split_activation(operands)
     t = activation[0].shape[0]
-    return added(*(scaled(size((t,)), 2 * w.shape[0] * w.shape[1]) for w in weights if len(w.shape) == 2))
+    return added(*(scaled(size((t, *w.shape)), 2) for w in weights if len(w.shape) == 2))
 
 
 def _infer_embedding(attrs, operands):
     ids, table = operands
     expect(len(table.shape) == 2, f"embedding: the table must be [V, D], got {table.shape}.")
+    expect(ids.dtype in INDICES, f"embedding: ids are {ids.dtype}, expected {' or '.join(INDICES)}.")
     return (TensorSpec("f32", ids.shape + table.shape[1:]),)
 
 
@@ -96,9 +113,16 @@ def _rms(x, weight, eps) -> np.ndarray:
 
 
 def _infer_norm(attrs, operands):
-    x, weight = operands[0], operands[-1]
-    expect(weight.shape == x.shape[-1:], f"rms_norm: the input is {x.shape}, the weight {weight.shape}.")
-    return (x,) * (len(operands) - 1)
+    x, *more, weight = operands
+    kinds = sorted({o.dtype for o in operands})
+    expect(kinds == ["f32"], f"rms_norm: operands have dtypes {', '.join(kinds)}, expected f32.")
+    expect(
+        len(x.shape) >= 1 and weight.shape == x.shape[-1:],
+        f"rms_norm: the input is {x.shape}, the weight {weight.shape}; expected [..., D] and [D].",
+    )
+    for residual in more:
+        expect(residual.shape == x.shape, f"add_rms_norm: the input is {x.shape}, the residual {residual.shape}.")
+    return (TensorSpec("f32", x.shape),) * (len(operands) - 1)
 
 
 def _norm_down(b, a, x, weight):
@@ -118,9 +142,14 @@ def _add_norm_down(b, a, x, residual, weight):
 
 def _infer_quantize(attrs, operands):
     (x,) = operands
+    expect(
+        x.dtype == "f32" and len(x.shape) == 2 and isinstance(x.shape[1], int),
+        f"quantize: the input is {x.dtype}{list(x.shape)}, expected f32[T, K] with K static.",
+    )
     t, k = x.shape
     group = attrs["group"]
-    expect(k % group == 0 and group % SUM_GROUP == 0, f"quantize: {k} columns don't divide into groups of {group}.")
+    expect(group > 0 and group % SUM_GROUP == 0, f"quantize: group is {group}, expected a multiple of {SUM_GROUP}.")
+    expect(k % group == 0, f"quantize: {k} columns don't divide into groups of {group}.")
     return (
         TensorSpec("i8", (t, k)),
         TensorSpec("f32", (t, k // group)),
@@ -133,27 +162,32 @@ def _quantize(attrs, x):
     group = attrs["group"]
     blocks = x.reshape(t, k // group, group)
     scales = np.abs(blocks).max(-1) / np.float32(127)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        codes = np.where(scales[..., None] > 0, np.rint(blocks / scales[..., None]), 0).astype(np.int8)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        codes = np.where(scales[..., None] > 0, np.rint(blocks / scales[..., None]), 0)
+    codes = codes.clip(-127, 127).astype(np.int8)  # a subnormal scale, itself rounded, would carry codes beyond
     sums = codes.reshape(t, k // SUM_GROUP, SUM_GROUP).sum(-1, dtype=np.int32).astype(np.float32)
     return codes.reshape(t, k), scales, sums * np.repeat(scales, group // SUM_GROUP, axis=1)
 
 
 ROWS = [
-    OpRow("embedding", ("ids", "table"), _infer_embedding, lambda a, ids, table: (table[ids],), factors="t,vd->td"),
-    OpRow("linear", ("x", "rest*"), _infer_linear, _linear, factors="tk,nk->tn", cost=_linear_flops),
-    OpRow("linears", ("x", "rest*"), _infer_linears, _linears, factors="tk,nk*->tn*", cost=_linear_flops,
+    OpRow("embedding", ("ids", "table"), _infer_embedding, lambda a, ids, table: (table[ids],), factors="t,vd->td",
+          gathers=(1, 0)),
+    OpRow("linear", ("x+", "weight", "bias?"), _infer_linear, _linear, factors="tk,nk,n->tn", cost=_linear_flops),
+    OpRow("linears", ("x+", "weights*"), _infer_linears, _linears, factors="tk,nk*->tn*", cost=_linear_flops,
           decompose=lambda b, a, *v: tuple(
               b.linear(*b.activation(v)[0], w) for w in b.activation(v)[1])),
-    OpRow("gated_linear", ("x", "rest*"), _infer_gated, _gated, attrs={"act": REQUIRED}, factors="tk,nk,nk->tn",
-          cost=_linear_flops,
+    OpRow("gated_linear", ("x+", "gate", "up"), _infer_gated, _gated, attrs={"act": REQUIRED},
+          factors="tk,nk,nk->tn", cost=_linear_flops,
           decompose=lambda b, a, *v: (
               (lambda x, w: b.mul(b.op(a["act"], b.linear(*x, w[0])), b.linear(*x, w[1])))(*b.activation(v)),)),
     OpRow("rms_norm", ("x", "weight"), _infer_norm, lambda a, x, w: (_rms(x, w, a["eps"]),), attrs={"eps": REQUIRED},
-          factors="...d,d->...d", cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_norm_down),
+          factors="...d,d->...e", cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_norm_down),
     OpRow("add_rms_norm", ("x", "residual", "weight"), _infer_norm, _add_norm, attrs={"eps": REQUIRED},
-          factors="...d,...d,d->...d,...d", cost=lambda a, o, r: scaled(size(o[0].shape), 5),
+          factors="...d,...d,d->...e,...d", cost=lambda a, o, r: scaled(size(o[0].shape), 5),
           decompose=_add_norm_down),
-    OpRow("quantize", ("x",), _infer_quantize, _quantize, attrs={"group": 32}, factors="tk->tk,tk,tk",
+    OpRow("quantize", ("x",), _infer_quantize, _quantize, attrs={"group": 32}, factors="tk->tc,tg,ts",
           cost=lambda a, o, r: scaled(size(o[0].shape), 3)),
 ]
+
+QUANTIZABLE = tuple(row.name for row in ROWS if row.factors.startswith("tk,nk"))
+"""Linear maps: operators that take ``quantize``'s three results in place of their input."""

@@ -5,18 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from adaptc.errors import LegalityError
-from adaptc.ops.table import REQUIRED, OpRow, expect, scaled, size
+from adaptc.ops.elementwise import rounded
+from adaptc.ops.table import REQUIRED, OpRow, context_symbol, expect, scaled, size
 from adaptc.protocol import StateSpec, TensorSpec
-
-STORED = {"f32": np.float32, "f16": np.float16}
-
 
 def store(values: np.ndarray, dtype: str) -> np.ndarray:
     """``values`` rounded to the dtype a state keeps them in, back as float32."""
-    if dtype == "bf16":  # round to nearest even on the upper 16 bits
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
-    return values.astype(STORED[dtype]).astype(np.float32)
+    return rounded(values, dtype).astype(np.float32)
 
 
 class RowState:
@@ -38,12 +33,14 @@ class RowState:
 
 def _infer_rope(attrs, operands):
     x, cos, sin = operands
-    expect(cos == sin, f"rope: cos is {cos.shape} and sin {sin.shape}.")
+    kinds = sorted({o.dtype for o in operands})
+    expect(kinds == ["f32"], f"rope: operands have dtypes {', '.join(kinds)}, expected f32.")
+    expect(cos.shape == sin.shape, f"rope: cos is {cos.shape} and sin {sin.shape}.")
     expect(
         len(x.shape) == 3 and cos.shape == (x.shape[0], x.shape[2]) and x.shape[2] % 2 == 0,
         f"rope: the input is {x.shape} and cos {cos.shape}; expected [T, H, D] and [T, D] with D even.",
     )
-    return (x,)
+    return (TensorSpec("f32", x.shape),)
 
 
 def _rope(attrs, x, cos, sin):
@@ -55,7 +52,8 @@ def _rope(attrs, x, cos, sin):
 def _rope_down(b, a, x, cos, sin):
     t, heads, width = b.shape(x)
     half = width // 2
-    cut = lambda lo, hi: b.slice(x, starts=(0, 0, lo), limits=(-1, heads, hi), strides=(1, 1, 1))  # noqa: E731
+    end = -1 if isinstance(t, str) else t
+    cut = lambda lo, hi: b.slice(x, starts=(0, 0, lo), limits=(end, heads, hi), strides=(1, 1, 1))  # noqa: E731
     turned = b.concat(b.neg(cut(half, width)), cut(0, half), axis=2)
     wide = lambda v: b.reshape(v, shape=(t, 1, width))  # noqa: E731
     return (b.add(b.mul(x, wide(cos)), b.mul(turned, wide(sin))),)
@@ -63,16 +61,26 @@ def _rope_down(b, a, x, cos, sin):
 
 def _infer_attention(attrs, operands):
     q, k, v, positions, requests, state = operands
-    expect(isinstance(state, StateSpec), "attention: the last operand must be a state.")
+    kinds = tuple(o.dtype for o in operands[:5])
+    expect(
+        kinds == ("f32", "f32", "f32", "i32", "i32"),
+        f"attention: operands are {', '.join(kinds)}; expected q, k, v in f32, positions and requests in i32.",
+    )
+    expect(len(state.parts) == 2, f"attention: the state keeps {state.parts}, expected keys and values.")
     (_, hk, dk), (_, hv, dv) = state.parts
     expect(
-        q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2],
+        all(len(o.shape) == 3 for o in (q, k, v)) and q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2],
         f"attention: q is {q.shape}, k {k.shape}, v {v.shape}; expected [T, H, D], [T, Hkv, D], [T, Hkv, Dv].",
     )
     expect(
         k.shape[1:] == (hk, dk) and v.shape[1:] == (hv, dv),
         f"attention: k is {k.shape} and v {v.shape}, but the state keeps {state.parts}.",
     )
+    expect(
+        positions.shape == requests.shape == q.shape[:1],
+        f"attention: positions are {positions.shape}, requests {requests.shape}; expected one a token, {q.shape[:1]}.",
+    )
+    expect(hk == hv, f"attention: {hk} key heads and {hv} value heads.")
     expect(q.shape[1] % hk == 0, f"attention: {q.shape[1]} query heads don't divide over {hk} key heads.")
     expect(attrs["window"] == state.window, f"attention: window {attrs['window']}, the state's is {state.window}.")
     return (TensorSpec("f32", (q.shape[0], q.shape[1], dv)),)
@@ -89,7 +97,7 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState):
         try:
             keys, values = state.read(request, lo, position + 1)
         except KeyError:
-            raise LegalityError(f"attention: request {request} has no row for every position below {position}.")
+            raise LegalityError(f"attention: request {request} has no row for every position below {position}.") from None
         query = q[t].reshape(k.shape[1], groups, -1).astype(np.float64)
         scores = np.einsum("hgd,phd->hgp", query, keys.astype(np.float64)) * attrs["scaling"]
         if attrs["softcap"]:
@@ -102,12 +110,12 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState):
 
 def _attention_flops(attrs, operands, results):
     q, _, v = operands[:3]
-    per_row = 2 * q.shape[1] * (q.shape[2] + v.shape[2])
-    return {f"{q.shape[0]}*C": per_row}
+    context = context_symbol(attrs["window"])
+    return scaled(size((q.shape[0], q.shape[1], context, q.shape[2] + v.shape[2])), 2)
 
 
 ROWS = [
-    OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, factors="thd,td,td->thd",
+    OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
     OpRow("attention", ("q", "k", "v", "positions", "requests", "state"), _infer_attention, _attention,
           attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0}, factors="thd,thd,the,t,t->the",

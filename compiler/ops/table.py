@@ -27,15 +27,21 @@ Form = dict[str, int]
 class OpRow:
     """One operator.
 
-    operands   names in order; a trailing ``?`` marks an optional last operand, ``*`` any number of last operands
-    attrs      attribute name → default value, or REQUIRED
+    operands   names in order; a trailing ``?`` marks an optional last operand, ``*`` one or more last operands, ``+``
+               a first operand that is one float tensor or the three results of ``quantize`` in its place
+    attrs      attribute name → default value, which also says its kind, or REQUIRED
     infer      (attrs, operand specs) → result specs; raises LegalityError naming what doesn't fit
-    factors    einsum-like rule of which dimensions correspond, e.g. "tk,nk->tn"; "..." = elementwise over shared dims
+    factors    einsum-like rule of which dimensions correspond, e.g. "tk,nk->tn": a term for each name in ``operands``
+               but a state, ``*`` where that repeats; "..." = elementwise over shared dims
+    axes       (attrs, operand specs, result specs) → ``axes.AxisMap``, where attributes decide what becomes of an axis
     cost       (attrs, operand specs, result specs) → FLOPs as a Form; bytes follow from the specs
     meaning    (attrs, *arrays) → tuple of arrays, in plain float32 numpy: the oracle
     decompose  (build, attrs, *values) → tuple of values in lower operators; None for the floor
     state      index of the operand that is a state, if the operator is stateful
+    appends    a stateful operator appends the step's rows to its state; else it only reads what another one appended
+    gathers    (table, indices): of operand ``table`` only the rows that operand ``indices`` names are read
     views      the result holds the operand's elements, moved or renamed, and nothing else
+    aliases    a view that moves nothing: the result is the operand's memory under another shape
     elementwise  every result element depends on the operand elements at the same index (after broadcasting)
     token_local  a token's result depends on no other token of the step (stateful operators meet theirs in the state)
     """
@@ -46,10 +52,14 @@ class OpRow:
     meaning: Callable[..., tuple]
     attrs: Mapping[str, Any] = field(default_factory=dict)
     factors: str = "..."
+    axes: Callable[[Mapping[str, Any], Sequence[Spec], Sequence[TensorSpec]], tuple] | None = None
     cost: Callable[[Mapping[str, Any], Sequence[Spec], Sequence[TensorSpec]], Form] = lambda a, o, r: {}
     decompose: Callable[..., tuple] | None = None
     state: int | None = None
+    appends: bool = True
+    gathers: tuple[int, int] | None = None
     views: bool = False
+    aliases: bool = False
     elementwise: bool = False
     token_local: bool = True
 
@@ -57,22 +67,42 @@ class OpRow:
         """``attrs`` with defaults filled in; unknown and missing ones are errors."""
         unknown = sorted(set(attrs) - set(self.attrs))
         if unknown:
-            raise LegalityError(f"{self.name}: unknown attribute {unknown[0]!r}; it has: {', '.join(self.attrs)}.")
+            known = ", ".join(self.attrs) or "none"
+            raise LegalityError(f"{self.name}: unknown attribute {unknown[0]!r}; it has: {known}.")
         full = {**self.attrs, **attrs}
         missing = [name for name, value in full.items() if value is REQUIRED]
         if missing:
             raise LegalityError(f"{self.name}: attribute {missing[0]!r} is missing.")
-        return full
+        return {name: _as_kind(self.name, name, value, self.attrs[name]) for name, value in full.items()}
 
-    def check_arity(self, count: int) -> None:
-        least = sum(not name.endswith(("?", "*")) for name in self.operands)
-        most = 10**9 if any(name.endswith("*") for name in self.operands) else len(self.operands)
-        if not least <= count <= most:
-            raise LegalityError(f"{self.name}: got {count} operands, expected ({', '.join(self.operands)}).")
+    def check_operands(self, operands: Sequence[Spec]) -> None:
+        """Their number, and that the state, and nothing else, is one."""
+        quantized = self.operands and self.operands[0].endswith("+") and operands and operands[0].dtype == "i8"
+        count = len(operands) - (2 if quantized else 0)
+        least = sum(not name.endswith("?") for name in self.operands)
+        many = any(name.endswith("*") for name in self.operands)
+        if count < least or (count > len(self.operands) and not many):
+            raise LegalityError(f"{self.name}: got {len(operands)} operands, expected ({', '.join(self.operands)}).")
+        for i, operand in enumerate(operands):
+            if isinstance(operand, StateSpec) != (i == self.state):
+                expected = "a state" if i == self.state else "a tensor"
+                raise LegalityError(f"{self.name}: operand {i} must be {expected}, got {operand}.")
 
     def results(self, attrs: Mapping[str, Any], operands: Sequence[Spec]) -> tuple[TensorSpec, ...]:
-        self.check_arity(len(operands))
+        """What the operator gives; LegalityError when its attributes or operands don't fit."""
+        self.check_operands(operands)
         return self.infer(self.complete(attrs), operands)
+
+
+def _as_kind(operator: str, name: str, value: Any, default: Any) -> Any:
+    """``value`` in the kind of ``default``: an int may stand for a float and a list for a tuple, nothing else."""
+    if default is REQUIRED or type(value) is type(default):
+        return value
+    if isinstance(default, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(default, tuple) and isinstance(value, list):
+        return tuple(value)
+    raise LegalityError(f"{operator}: attribute {name!r} must be of kind {type(default).__name__}, got {value!r}.")
 
 
 @cache
@@ -110,6 +140,11 @@ def size(shape: Sequence[int | str]) -> Form:
         else:
             symbols.append(dim)
     return {"*".join(sorted(symbols)): number}
+
+
+def context_symbol(window: int) -> str:
+    """The symbol for the cache rows that a token reads: ``C``, or ``C<512`` for at most 512 of them."""
+    return f"C<{window}" if window else "C"
 
 
 def scaled(form: Form, factor: int) -> Form:

@@ -1,0 +1,94 @@
+"""Targets: what an accelerator is, as data. One JSON file each, here or in an installed package.
+
+A package adds targets by an entry point in the group ``adaptc.targets`` that loads to a directory of JSON files.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from adaptc.errors import InputError, one_of
+
+
+@dataclass(frozen=True)
+class MemoryLevel:
+    """bytes (0 = whatever the machine has) and bandwidth in bytes/s of one device."""
+
+    name: str
+    bytes: int
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between devices: kind of topology it spans, bytes/s and seconds a message."""
+
+    name: str
+    topology: str
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Target:
+    """An accelerator.
+
+    backend    whose kernels run on it
+    levels     instruction-set levels that kernels can be built for; default_level is one of them
+    compute    operations a second of one device by the dtype that is multiplied
+    memory     fastest first; the last one holds the weights
+    launch_s   seconds a kernel costs beyond its work (launch and barrier)
+    key_block  cache rows that attention merges at a time, at absolute positions
+    tile       name of the packing order of its matrix kernels
+    """
+
+    name: str
+    backend: str
+    levels: tuple[str, ...]
+    default_level: str
+    compute: dict[str, float]
+    memory: tuple[MemoryLevel, ...]
+    launch_s: float
+    links: tuple[Link, ...]
+    dtypes: tuple[str, ...]
+    key_block: int
+    tile: str
+
+    def level(self, wanted: str) -> str:
+        if wanted and wanted not in self.levels:
+            raise one_of(f"level of target {self.name}", wanted, self.levels)
+        return wanted or self.default_level
+
+    def ridge(self, dtype: str) -> float:
+        """Operations a byte at which compute and memory take equally long: more is compute-bound."""
+        return self.compute[dtype] / self.memory[-1].bandwidth
+
+
+def _files() -> dict[str, Path]:
+    folders = [Path(__file__).parent]
+    folders += [Path(p.load()) for p in sorted(entry_points(group="adaptc.targets"), key=lambda p: p.name)]
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.json"))}
+
+
+def names() -> list[str]:
+    return sorted(_files())
+
+
+def target(name: str) -> Target:
+    files = _files()
+    if name not in files:
+        raise one_of("target", name, sorted(files))
+    try:
+        data = json.loads(files[name].read_text())
+        data["memory"] = tuple(MemoryLevel(**m) for m in data["memory"])
+        data["links"] = tuple(Link(**link) for link in data["links"])
+        for key in ("levels", "dtypes"):
+            data[key] = tuple(data[key])
+        return Target(**data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"target file {files[name].name} is not a target: {error}.",
+                         hint="Compare it with cpu.json.") from error

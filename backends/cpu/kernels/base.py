@@ -8,9 +8,10 @@ A kernel module offers ``FAMILIES`` (family name → Family) and ``SELECT`` (ope
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 SYMBOLS = ("T", "R", "S")
 """Order in which kernels find the symbols' values: T tokens, R requests, S sampled rows."""
@@ -64,7 +65,7 @@ def like(type: str, new_element: str) -> str:
     return vec(lanes(type), new_element) if lanes(type) else new_element
 
 
-def _literal(value: float | int | bool, kind: str) -> str:
+def _literal(value: float, kind: str) -> str:
     """A number as an MLIR literal; floats by their bits, so that nothing is lost in print."""
     if kind == "f32":
         return "0x" + struct.pack(">f", value).hex().upper()
@@ -113,7 +114,7 @@ class Emitter:
         self.line(f"{result} = {text}")
         return result
 
-    def const(self, value: float | int | Sequence[float | int], type: str) -> Value:
+    def const(self, value: float | Sequence[float], type: str) -> Value:
         """A constant; for a vector type, a splat or one number a lane."""
         kind = element(type)
         if isinstance(value, (tuple, list)):

@@ -7,7 +7,8 @@ taken eight at a time, the others are the *rows*. Threads share out (row, piece 
 from __future__ import annotations
 
 import math
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
 from adaptc.backends.cpu.kernels.base import LANES, Emitter, Family, Value, vec
@@ -42,6 +43,13 @@ ARITHMETIC = {"f32": {**vmath.UNARY, **vmath.BINARY}, "i32": WHOLE, "i1": BITS}
 
 
 # ---- elements in memory
+
+
+def dense(operand: Any) -> bool:
+    """A tensor in plain row-major order, of a dtype that registers can hold; matrices of a format are packed."""
+    if not isinstance(operand, TensorSpec) or operand.dtype not in STORED:
+        return False
+    return operand.format is None or (operand.format.name == "f32" and len(operand.shape) < 2)
 
 
 def widen(e: Emitter, raw: Value, dtype: str) -> Value:
@@ -263,7 +271,7 @@ FAMILIES = {"group": Family(emit, signature)}
 def select_group(spec: OpSpec) -> Selection | None:
     """One kernel for each shape among the results (nearly always one)."""
     body, yields = spec.attrs["body"], spec.attrs["yields"]
-    if not all(isinstance(o, TensorSpec) for o in spec.operands):
+    if not all(map(dense, spec.operands)):
         return None
     kinds = dtypes_of(body, [o.dtype for o in spec.operands])
     if kinds is None:

@@ -12,9 +12,9 @@ rounded once: they are rare (rope tables are made once a step) and their reducti
 from __future__ import annotations
 
 import math
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from adaptc.backends.cpu.kernels.base import Emitter, Value
+from adaptc.backends.cpu.kernels.base import Emitter, Value, element
 
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
@@ -241,11 +241,11 @@ def power(e: Emitter, x: Value, y: Value | float) -> Value:
 
 def maximum(e: Emitter, x: Value, y: Value) -> Value:
     """The larger one; for floats NaN if either is, as numpy and torch have it."""
-    return e.op(f"arith.maximumf {x}, {y} : {x.type}", x.type) if "xf" in x.type else e.max(x, y)
+    return e.op(f"arith.maximumf {x}, {y} : {x.type}", x.type) if element(x.type)[0] == "f" else e.max(x, y)
 
 
 def minimum(e: Emitter, x: Value, y: Value) -> Value:
-    return e.op(f"arith.minimumf {x}, {y} : {x.type}", x.type) if "xf" in x.type else e.min(x, y)
+    return e.op(f"arith.minimumf {x}, {y} : {x.type}", x.type) if element(x.type)[0] == "f" else e.min(x, y)
 
 
 UNARY: dict[str, Callable[[Emitter, Value], Value]] = {

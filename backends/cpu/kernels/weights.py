@@ -8,9 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from adaptc.backends.cpu.kernels.base import F32X8, I8X32, I32X8, Emitter, Value, vec
+from adaptc.backends.cpu.kernels.base import I8X32, I32X8, Emitter, Value, vec
 from adaptc.backends.cpu.packing import (
-    BLOCK, SPAN, blocks, code_block_bytes, code_layout, scale_block_bytes, scale_layout,
+    BLOCK,
+    SPAN,
+    blocks,
+    code_block_bytes,
+    code_layout,
+    scale_block_bytes,
+    scale_layout,
 )
 from adaptc.formats import WeightFormat
 
@@ -72,22 +78,19 @@ def _one_level(e, format, here, first, carried, run):
 
 def _six_bits(e, format, here, first, carried, run):
     scale1, min1 = _halves(e, format, here)
-    with e.loop(0, format.superblock // (2 * SPAN), init=carried) as loop:
-        at = e.at(here, e.add(e.mul(loop.index, 24), 32))
-        s, m, low = (e.cast("extui", e.load(e.at(at, 8 * i), vec(8, "i8")), "i32") for i in range(3))
-        numbers = (
-            (e.and_(s, 63), e.and_(m, 63)),
-            (_six(e, e.and_(low, 15), s), _six(e, e.shr(low, 4), m)),
-        )
-        span, values = e.add(first, e.shl(loop.index, 1)), loop.args
-        for i, (scale0, min0) in enumerate(numbers):
-            scale = e.mul(e.cast("sitofp", scale0, "f32"), scale1)
-            values = run(e.add(span, i), [Group(scale, e.mul(e.cast("sitofp", min0, "f32"), min1))], values)
-        loop.end(*values)
+    with e.loop(0, format.superblock // SPAN, init=carried) as loop:
+        triple = e.at(here, e.add(e.mul(e.shr(loop.index, 1), 24), 32))
+        s, m, low = (e.cast("extui", e.load(e.at(triple, 8 * i), vec(8, "i8")), "i32") for i in range(3))
+        odd = e.compare("ne", e.and_(loop.index, 1), 0)
+        scale0 = e.select(odd, _joined(e, e.and_(low, 15), s), e.and_(s, 63))
+        min0 = e.select(odd, _joined(e, e.shr(low, 4), m), e.and_(m, 63))
+        scale, minimum = (e.mul(e.cast("sitofp", v, "f32"), by) for v, by in ((scale0, scale1), (min0, min1)))
+        loop.end(*run(e.add(first, loop.index), [Group(scale, minimum)], loop.args))
     return loop.results
 
 
-def _six(e: Emitter, low: Value, top: Value) -> Value:
+def _joined(e: Emitter, low: Value, top: Value) -> Value:
+    """Six bits: four from ``low``, two from the top of the byte ``top``."""
     return e.or_(low, e.shl(e.shr(top, 6), 4))
 
 
@@ -150,7 +153,7 @@ _QUAD = {"i8": _words, "u4": _u4, "u5": _u5, "u6": _u6}
 
 def columns(e: Emitter, format: WeightFormat, codes: Value, which: Sequence[int]) -> Iterator[tuple[int, Value]]:
     """(column of the span, code - zero of 8 rows as f32) for the columns of the quads asked for, in order."""
-    reader = _NUMBERS.get((format.codes, bool(format.zero)), _bytes)
+    reader = _NUMBERS.get((format.codes, format.zero), _bytes)
     for j in which:
         for i, number in enumerate(reader(e, format, codes, j)):
             yield 4 * j + i, e.cast("sitofp", number, "f32")
@@ -181,5 +184,12 @@ def _bytes(e: Emitter, format: WeightFormat, codes: Value, j: int) -> Iterator[V
         yield e.sar(_shift(e, words, 24 - 8 * i), 24)
 
 
-_NUMBERS = {("u4", False): _nibbles, ("u4", True): _centred_nibbles}
-assert BLOCK * 4 == 32 and F32X8 == vec(BLOCK, "f32")
+_NUMBERS = {("u4", 0): _nibbles, ("u4", 8): _centred_nibbles}
+
+
+def float_columns(e: Emitter, weight: Packed, codes: Value, first: Value, count: int) -> Iterator[tuple[int, Value]]:
+    """(i, column ``first`` + i of 8 rows as f32) of a weight in a float format; ``codes`` points to its row block."""
+    unit = "f32" if weight.format.codes == "f32" else "i16"
+    here = e.at(codes, e.mul(first, BLOCK), unit)
+    for i in range(count):
+        yield i, e.load_floats(e.at(here, BLOCK * i, unit), weight.format.codes)

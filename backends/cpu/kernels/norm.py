@@ -1,0 +1,90 @@
+"""Root-mean-square norms over the last dimension: x·weight/√(mean(x²) + eps).
+
+The squares are summed in four vectors that take turns (one, where the columns don't divide by 32), which are then
+added as a tree: the order depends on the number of columns only. Threads share out rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from adaptc.backends.cpu.kernels import vmath
+from adaptc.backends.cpu.kernels.base import F32X8, LANES, Emitter, Family, Value
+from adaptc.backends.cpu.kernels.elementwise import dense, product
+from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection
+
+
+def _emit(params: Mapping[str, Any], symbol: str, residual: bool) -> str:
+    e = Emitter()
+    *lead, columns = params["shape"]
+    pointers = [e.buffer(i) for i in range(5 if residual else 3)]
+    whole, tail = columns - columns % LANES, columns % LANES
+    ways = 4 if columns % (4 * LANES) == 0 else 1
+    rest = e.mask(e.const(tail, "i64"))
+
+    def read(pointer: Value, column: Value | int, mask: Value | None) -> Value:
+        place = e.at(pointer, column, "f32")
+        return e.load(place, F32X8) if mask is None else e.load_masked(place, mask, F32X8)
+
+    def write(value: Value, pointer: Value, column: Value | int, mask: Value | None) -> None:
+        place = e.at(pointer, column, "f32")
+        e.store(value, place) if mask is None else e.store_masked(value, place, mask)
+
+    low, high = e.share(product(e, lead))
+    with e.loop(low, high) as row:
+        *moving, weight, out = (pointers[:-1] if residual else pointers)
+        moving = [e.at(p, e.mul(row.index, columns), "f32") for p in moving]
+        out = e.at(out, e.mul(row.index, columns), "f32")
+        total = e.at(pointers[-1], e.mul(row.index, columns), "f32") if residual else moving[0]
+
+        def square(sum_: Value, column: Value | int, mask: Value | None = None) -> Value:
+            x = read(moving[0], column, mask)
+            if residual:
+                x = e.add(read(moving[1], column, mask), x)
+                write(x, total, column, mask)
+            return e.fma(x, x, sum_)
+
+        with e.loop(0, whole, ways * LANES, [e.const(0.0, F32X8)] * ways) as column:
+            column.end(*(square(s, e.add(column.index, i * LANES)) for i, s in enumerate(column.args)))
+        sums = list(column.results)
+        if tail:
+            sums[0] = square(sums[0], whole, rest)
+        while len(sums) > 1:
+            sums = [e.add(a, b) for a, b in zip(sums[::2], sums[1::2])]
+        mean = e.div(e.reduce(e.add, sums[0]), float(columns))
+        scale = e.splat(vmath.rsqrt(e, e.add(mean, params["eps"])))
+
+        def scaled(column: Value | int, mask: Value | None = None) -> None:
+            x = e.mul(read(total, column, mask), scale)
+            write(e.mul(x, read(weight, column, mask)), out, column, mask)
+
+        with e.loop(0, whole, LANES) as column:
+            scaled(column.index)
+        if tail:
+            scaled(whole, rest)
+    return e.text(symbol)
+
+
+def _signature(params: Mapping[str, Any], residual: bool) -> tuple[str, ...]:
+    rows = f"f32[{','.join(map(str, params['shape']))}]"
+    count = 2 if residual else 1
+    return (*(f"in:{rows}",) * count, f"in:f32[{params['shape'][-1]}]", *(f"out:{rows}",) * count)
+
+
+FAMILIES = {
+    "rms_norm": Family(lambda p, s: _emit(p, s, False), lambda p: _signature(p, False)),
+    "add_rms_norm": Family(lambda p, s: _emit(p, s, True), lambda p: _signature(p, True)),
+}
+
+
+def select(spec: OpSpec) -> Selection | None:
+    shape = spec.operands[0].shape
+    if not isinstance(shape[-1], int) or not all(dense(o) and o.dtype == "f32" for o in spec.operands):
+        return None
+    args = [f"operand:{i}" for i in range(len(spec.operands))] + [f"result:{i}" for i in range(len(spec.results))]
+    kernel = KernelSpec(spec.op, (("eps", float(spec.attrs["eps"])), ("shape", shape)))
+    return Selection((KernelUse(kernel, tuple(args)),))
+
+
+SELECT = {name: select for name in FAMILIES}

@@ -1,0 +1,96 @@
+"""Operators on whole rows of tokens: ``rope`` turns them by position, ``gather_rows`` picks some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from adaptc.backends.cpu.kernels.base import F32X8, LANES, Emitter, Family, Value, vec
+from adaptc.backends.cpu.kernels.elementwise import STORED, dense, product
+from adaptc.plan import DTYPE_BYTES
+from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection
+
+
+def emit_rope(params: Mapping[str, Any], symbol: str) -> str:
+    """x·cos + rotate_half(x)·sin; columns i and i + D/2 together, so the result may overwrite x."""
+    e = Emitter()
+    heads, width = params["heads"], params["width"]
+    half = width // 2
+    x, cosines, sines, out = (e.buffer(i) for i in range(4))
+    low, high = e.share(e.mul(e.size(params["tokens"]), heads))
+    whole, tail = half - half % LANES, half % LANES
+    rest = e.mask(e.const(tail, "i64"))
+    with e.loop(low, high) as unit:
+        row = e.mul(unit.index, width)
+        angle = e.mul(e.div(unit.index, heads), width)
+        starts = [e.at(p, o, "f32") for p, o in ((x, row), (cosines, angle), (sines, angle), (out, row))]
+
+        def eight(column: Value | int, mask: Value | None = None) -> None:
+            places = [e.at(p, column, "f32") for p in starts]
+            both = [(p, e.at(p, half, "f32")) for p in places]
+            read = lambda p: e.load(p, F32X8) if mask is None else e.load_masked(p, mask, F32X8)
+            (a, b), (cos_a, cos_b), (sin_a, sin_b) = ([read(p) for p in pair] for pair in both[:3])
+            turned = e.fma(a, cos_a, e.neg(e.mul(b, sin_a))), e.fma(b, cos_b, e.mul(a, sin_b))
+            for value, place in zip(turned, both[3]):
+                e.store(value, place) if mask is None else e.store_masked(value, place, mask)
+
+        with e.loop(0, whole, LANES) as column:
+            eight(column.index)
+        if tail:
+            eight(whole, rest)
+    return e.text(symbol)
+
+
+def rope_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
+    tokens, heads, width = params["tokens"], params["heads"], params["width"]
+    rows, angles = f"f32[{tokens},{heads},{width}]", f"in:f32[{tokens},{width}]"
+    return f"in:{rows}", angles, angles, f"out:{rows}"
+
+
+def select_rope(spec: OpSpec) -> Selection | None:
+    tokens, heads, width = spec.operands[0].shape
+    if width % 2 or not all(dense(o) and o.dtype == "f32" for o in spec.operands):
+        return None
+    kernel = KernelSpec("rope", (("heads", heads), ("tokens", tokens), ("width", width)))
+    return Selection((KernelUse(kernel, ("operand:0", "operand:1", "operand:2", "result:0")),))
+
+
+def emit_gather(params: Mapping[str, Any], symbol: str) -> str:
+    """Row ``rows[i]`` of x becomes row i, for i over all of ``rows``, whatever its shape."""
+    e = Emitter()
+    x, rows, out = (e.buffer(i) for i in range(3))
+    kind, columns = STORED[params["dtype"]], product(e, params["row"])
+    low, high = e.share(product(e, params["rows"]))
+    lanes = LANES * 4 // DTYPE_BYTES[params["dtype"]]
+    with e.loop(low, high) as number:
+        row = e.cast("extsi", e.load(e.at(rows, number.index, "i32"), "i32"), "i64")
+        source, target = e.at(x, e.mul(row, columns), kind), e.at(out, e.mul(number.index, columns), kind)
+        copy(e, source, target, columns, kind, lanes)
+    return e.text(symbol)
+
+
+def copy(e: Emitter, source: Value, target: Value, count: Value, kind: str, lanes: int = LANES) -> None:
+    """Copies ``count`` consecutive elements by vectors, the last few one by one."""
+    whole = e.sub(count, e.rem(count, lanes))
+    with e.loop(0, whole, lanes) as i:
+        e.store(e.load(e.at(source, i.index, kind), vec(lanes, kind)), e.at(target, i.index, kind))
+    with e.loop(whole, count) as i:
+        e.store(e.load(e.at(source, i.index, kind), kind), e.at(target, i.index, kind))
+
+
+def gather_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
+    list_ = lambda *dims: ",".join(map(str, dims))
+    dtype, row, rows = params["dtype"], params["row"], params["rows"]
+    return f"in:{dtype}[{list_(params['height'], *row)}]", f"in:i32[{list_(*rows)}]", f"out:{dtype}[{list_(*rows, *row)}]"
+
+
+def select_gather(spec: OpSpec) -> Selection | None:
+    x, rows = spec.operands
+    if not (dense(x) and dense(rows)) or rows.dtype != "i32" or spec.attrs.get("axis", 0) != 0:
+        return None
+    params = (("dtype", x.dtype), ("height", x.shape[0]), ("row", x.shape[1:]), ("rows", rows.shape))
+    return Selection((KernelUse(KernelSpec("gather_rows", params), ("operand:0", "operand:1", "result:0")),))
+
+
+FAMILIES = {"rope": Family(emit_rope, rope_signature), "gather_rows": Family(emit_gather, gather_signature)}
+SELECT = {"rope": select_rope, "gather_rows": select_gather, "gather": select_gather}

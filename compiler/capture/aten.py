@@ -1,0 +1,373 @@
+"""ATen operators and what they become: one row each.
+
+A rule takes the walk and the operator's own arguments, in ATen's order (see PyTorch's native_functions.yaml): tensors
+are values of the dialect, numbers are numbers, "T" is the number of tokens. ``w.shape`` and ``w.dtype`` are the
+result's; operators whose result says all that they do (views, casts) read nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, Callable
+
+from torch_mlir import ir
+
+from adaptc.errors import CaptureError
+from adaptc.protocol import StateSpec
+
+Rule = Callable[..., Any]
+
+WHOLE = 2**62
+"""A slice's limit from here on means the end."""
+
+
+# ---- elementwise
+
+
+def _unary(name: str) -> Rule:
+    return lambda w, x: w.b.op(name, w.value(x))
+
+
+def _binary(name: str, neutral: float | None = None, swapped: bool = False) -> Rule:
+    """``neutral``: the second operand that changes nothing (x + 0, x · 1)."""
+
+    def rule(w, x, y, alpha=1):
+        if isinstance(y, (int, float)) and y == neutral and w.b.spec(x).dtype == w.dtype:
+            return x
+        x, y = w.value(x), w.value(y)
+        if alpha != 1:
+            y = w.b.mul(y, w.value(alpha))
+        return w.b.op(name, y, x) if swapped else w.b.op(name, x, y)
+
+    return rule
+
+
+def _compare(predicate: str) -> Rule:
+    def rule(w, x, y):
+        kinds = [w.b.spec(v).dtype for v in (x, y) if isinstance(v, ir.Value)]
+        kind = "f32" if "f32" in kinds or any(isinstance(v, float) for v in (x, y)) else kinds[0]
+        return w.b.compare(w.value(x, kind), w.value(y, kind), predicate=predicate)
+
+    return rule
+
+
+def _gelu(w, x, approximate="none"):
+    return w.b.op({"none": "gelu", "tanh": "gelu_tanh"}[approximate], w.value(x))
+
+
+def _clamp(w, x, low=None, high=None):
+    x = w.value(x)
+    x = x if low is None else w.b.max(x, w.value(low))
+    return x if high is None else w.b.min(x, w.value(high))
+
+
+def _square(w, x):
+    return w.b.mul(w.value(x), w.value(x))
+
+
+def _where(w, condition, x, y):
+    return w.b.select(w.value(condition, "i1"), w.value(x), w.value(y))
+
+
+def _log1p(w, x):
+    return w.b.log(w.b.add(w.value(x), w.value(1)))
+
+
+# ---- views and moves
+
+
+def _same(w, x, *_, **__):
+    return x
+
+
+def _cast(w, x, *_, **__):
+    return w.value(x)
+
+
+def _reshape(w, x, *_, **__):
+    return x if w.b.shape(x) == w.shape else w.b.reshape(x, shape=w.shape)
+
+
+def _permute(w, x, dims):
+    rank = w.b.rank(x)
+    perm = tuple(d % rank for d in dims)
+    return x if perm == tuple(range(rank)) else w.b.transpose(x, perm=perm)
+
+
+def _transpose(w, x, i, j):
+    perm = list(range(w.b.rank(x)))
+    perm[i], perm[j] = perm[j], perm[i]
+    return w.b.transpose(x, perm=tuple(perm))
+
+
+def _t(w, x):
+    return w.b.transpose(x, perm=tuple(reversed(range(w.b.rank(x)))))
+
+
+def _expand(w, x, *_, **__):
+    return _broadcast(w, x, w.shape)
+
+
+def _broadcast(w, x: ir.Value, shape) -> ir.Value:
+    """x to ``shape``, numpy's way. A new token dimension takes its length from the step's positions."""
+    own = w.b.shape(x)
+    if own == shape:
+        return x
+    dims = tuple(range(len(shape) - len(own), len(shape)))
+    grows = "T" in shape and "T" not in own
+    return w.b.broadcast(x, *([w.positions] if grows else []), shape=shape, dims=dims)
+
+
+def _slice(w, x, dim=0, start=None, end=None, step=1):
+    return _cut(w, x, dim, start, end, step)
+
+
+def _cut(w, x, dim, start, end, step=1):
+    shape = w.b.shape(x)
+    dim %= len(shape)
+    size = shape[dim]
+    whole = start in (None, 0) and step == 1 and (end is None or end == size or (isinstance(end, int) and end >= WHOLE))
+    if whole:
+        return x
+    if isinstance(size, str) or isinstance(start, str) or isinstance(end, str):
+        raise CaptureError(f"it cuts [{start}:{end}:{step}] out of a dimension of {size}, the step's tokens, which "
+                           "would make a token's result depend on how many others there are.")
+    lo, hi, step = slice(start, end, step).indices(size)
+    starts, limits, strides = [0] * len(shape), [-1 if d == "T" else d for d in shape], [1] * len(shape)
+    starts[dim], limits[dim], strides[dim] = lo, max(hi, lo), step
+    return w.b.slice(x, starts=tuple(starts), limits=tuple(limits), strides=tuple(strides))
+
+
+def _select(w, x, dim, index):
+    size = w.b.shape(x)[dim]
+    index = index + size if isinstance(size, int) and index < 0 else index
+    return w.b.reshape(_cut(w, x, dim, index, index + 1), shape=w.shape)
+
+
+def _pieces(w, x, dim, sizes):
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return tuple(_cut(w, x, dim, end - size, end) for size, end in zip(sizes, ends))
+
+
+def _static(w, x, dim) -> int:
+    size = w.b.shape(x)[dim]
+    if isinstance(size, str):
+        raise CaptureError(f"it splits a dimension of {size}, the step's tokens.")
+    return size
+
+
+def _split(w, x, size, dim=0):
+    if not isinstance(size, int):
+        return _pieces(w, x, dim, size)
+    whole = _static(w, x, dim)
+    return _pieces(w, x, dim, [min(size, whole - i) for i in range(0, whole, size)])
+
+
+def _chunk(w, x, chunks, dim=0):
+    return _split(w, x, -(-_static(w, x, dim) // chunks), dim)
+
+
+def _unbind(w, x, dim=0):
+    shape = list(w.b.shape(x))
+    whole = _static(w, x, dim)
+    del shape[dim]
+    return tuple(w.b.reshape(_cut(w, x, dim, i, i + 1), shape=tuple(shape)) for i in range(whole))
+
+
+def _cat(w, tensors, dim=0):
+    return w.b.concat(*(w.value(x) for x in tensors), axis=dim % len(w.shape))
+
+
+def _stack(w, tensors, dim=0):
+    axis = dim % len(w.shape)
+    shape = w.shape[:axis] + (1,) + w.shape[axis + 1 :]
+    return w.b.concat(*(w.b.reshape(w.value(x), shape=shape) for x in tensors), axis=axis)
+
+
+# ---- tensors out of nothing
+
+
+def _fill(value: float | None = None) -> Rule:
+    """Tensors of one value: given by the row, or the last positional argument of ``full``."""
+    return lambda w, *args: _broadcast(w, w.value(args[-1] if value is None else value), w.shape)
+
+
+def _arange(w, *bounds):
+    start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
+    if (start, end, step) == (0, "T", 1):
+        return w.value(w.positions)
+    if any(isinstance(bound, str) for bound in (start, end, step)):
+        raise CaptureError(f"it counts from {start} to {end} in steps of {step}; of dynamic ranges only 0 to T, the "
+                           "tokens' positions, has a meaning for a step that continues a sequence.")
+    cast = float if w.dtype.startswith("f") else int
+    return w.b.constant(value=[cast(v) for v in _range(start, end, step)], shape=w.shape, dtype=w.dtype)
+
+
+def _range(start, end, step):
+    return [start + i * step for i in range(max(0, math.ceil((end - start) / step)))]
+
+
+# ---- reductions
+
+
+def _reduce(kind: str) -> Rule:
+    def rule(w, x, dims=None, keepdim=False):
+        return _reduced(w, w.value(x), kind, dims, keepdim)
+
+    return rule
+
+
+def _reduced(w, x, kind, dims, keepdim):
+    rank = w.b.rank(x)
+    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
+    return w.b.reduce(x, kind=kind, axes=tuple(sorted(d % rank for d in dims)), keepdims=bool(keepdim))
+
+
+def _softmax(w, x, dim, *_):
+    x = w.value(x)
+    e = w.b.exp(w.b.sub(x, _reduced(w, x, "max", dim, True)))
+    return w.b.div(e, _reduced(w, e, "sum", dim, True))
+
+
+def _layer_norm(w, x, normalized, weight=None, bias=None, eps=1e-5, *_):
+    axes = tuple(range(-len(normalized), 0))
+    centred = w.b.sub(x, _reduced(w, x, "mean", axes, True))
+    variance = _reduced(w, w.b.mul(centred, centred), "mean", axes, True)
+    result = w.b.mul(centred, w.b.rsqrt(w.b.add(variance, w.b.scalar(eps))))
+    result = result if weight is None else w.b.mul(result, weight)
+    return result if bias is None else w.b.add(result, bias)
+
+
+# ---- linear algebra
+
+
+def _embedding(w, table, ids, *_):
+    ids = w.value(ids, "i32")
+    wide = [d for d in w.b.shape(ids) if d != 1]
+    if len(wide) > 1:
+        raise CaptureError(f"its ids are {w.b.shape(ids)}; expected one dimension.")
+    flat = w.b.reshape(ids, shape=(wide[0] if wide else 1,))
+    return _reshape(w, w.b.embedding(flat, table))
+
+
+def _linear(w, x, weight, bias=None):
+    flat = w.flat(x)
+    if flat is not None:
+        return _reshape(w, w.b.linear(flat, weight, *([] if bias is None else [bias])))
+    product = w.b.dot_general(x, weight, contract_x=(w.b.rank(x) - 1,), contract_y=(1,))
+    return product if bias is None else w.b.add(product, bias)
+
+
+def _matmul(w, x, y):
+    xs, ys = w.b.shape(x), w.b.shape(y)
+    if min(len(xs), len(ys)) < 2:
+        raise CaptureError(f"it multiplies {xs} by {ys}; expected matrices.")
+    if xs[-1] == 1:
+        return w.b.mul(w.value(x), w.value(y))
+    batch = () if len(ys) == 2 else tuple(range(len(xs) - 2))
+    if len(xs) < len(ys) or any(xs[i] != ys[i] for i in batch):
+        raise CaptureError(f"it multiplies {xs} by {ys}; expected equal leading dimensions.")
+    return w.b.dot_general(w.value(x), w.value(y), batch=batch, contract_x=(len(xs) - 1,), contract_y=(len(ys) - 2,))
+
+
+def _addmm(w, bias, x, y):
+    return w.b.add(_matmul(w, x, y), bias)
+
+
+# ---- what the hooks recorded
+
+
+def _mask(w, like, kind, window):
+    from adaptc.capture.walk import Mask
+
+    return Mask(kind, window)
+
+
+def _attention(w, q, k, v, mask, scaling, window, softcap):
+    """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's."""
+    if getattr(mask, "kind", None) not in ("causal", "sliding"):
+        kind = getattr(mask, "kind", "computed")
+        raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
+    if window not in (0, mask.window):
+        raise CaptureError(f"the attention is given a window of {window} and a mask with one of {mask.window}.")
+    q, k, v = (_rows(w, x) for x in (q, k, v))
+    parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
+    state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
+    result = w.b.attention(q, k, v, w.positions, w.requests, state, scaling=scaling, window=mask.window,
+                           softcap=softcap)
+    return w.b.reshape(result, shape=w.shape)
+
+
+def _rows(w, x):
+    """[1, H, T, D] → [T, H, D]."""
+    one, heads, tokens, width = w.b.shape(x)
+    if (one, tokens) != (1, "T"):
+        raise CaptureError(f"an operand of attention is {(one, heads, tokens, width)}; expected [1, heads, T, width].")
+    return w.b.reshape(w.b.transpose(x, perm=(0, 2, 1, 3)), shape=(tokens, heads, width))
+
+
+SKIPPED = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
+           "aten.sym_constrain_range_for_size", "aten._assert_async")
+"""Operators without results: checks on what the trace assumed."""
+
+TABLE: dict[str, Rule] = {
+    **{f"aten.{name}": _unary(name) for name in (
+        "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "sigmoid", "silu")},
+    "aten.gelu": _gelu,
+    "aten.relu": lambda w, x: w.b.max(w.value(x), w.value(0)),
+    "aten.square": _square,
+    "aten.log1p": _log1p,
+    "aten.clamp": _clamp,
+    "aten.clamp_min": lambda w, x, low: _clamp(w, x, low),
+    "aten.add": _binary("add", 0),
+    "aten.sub": _binary("sub", 0),
+    "aten.mul": _binary("mul", 1),
+    "aten.div": _binary("div", 1),
+    "aten.true_divide": _binary("div", 1),
+    "aten.rsub": _binary("sub", swapped=True),
+    "aten.pow": _binary("pow", 1),
+    "aten.maximum": _binary("max"),
+    "aten.minimum": _binary("min"),
+    **{f"aten.{name}": _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "aten.where": _where,
+    "aten.masked_fill": lambda w, x, mask, value: _where(w, mask, value, x),
+    **{f"aten.{name}": _same for name in ("contiguous", "clone", "detach", "detach_", "alias", "lift_fresh_copy")},
+    **{f"aten.{name}": _cast for name in ("to", "_to_copy", "type_as", "float")},
+    "aten.dropout": lambda w, x, p, train: _same(w, x),
+    **{f"aten.{name}": _reshape for name in (
+        "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")},
+    "aten.permute": _permute,
+    "aten.transpose": _transpose,
+    "aten.t": _t,
+    "aten.expand": _expand,
+    "aten.expand_as": _expand,
+    "aten.slice": _slice,
+    "aten.select": _select,
+    "aten.split": _split,
+    "aten.split_with_sizes": _split,
+    "aten.chunk": _chunk,
+    "aten.unbind": _unbind,
+    "getitem": lambda w, values, index: operator.getitem(values, index),
+    "aten.cat": _cat,
+    "aten.stack": _stack,
+    **{f"aten.{name}": _fill(0) for name in ("zeros", "zeros_like", "new_zeros")},
+    **{f"aten.{name}": _fill(1) for name in ("ones", "ones_like", "new_ones")},
+    **{f"aten.{name}": _fill() for name in ("full", "full_like", "new_full", "scalar_tensor")},
+    "aten.arange": _arange,
+    "aten.mean": _reduce("mean"),
+    "aten.sum": _reduce("sum"),
+    "aten.amax": _reduce("max"),
+    "aten.amin": _reduce("min"),
+    "aten.softmax": _softmax,
+    "aten._softmax": _softmax,
+    "aten.layer_norm": _layer_norm,
+    "aten.embedding": _embedding,
+    "aten.linear": _linear,
+    "aten.matmul": _matmul,
+    "aten.mm": _matmul,
+    "aten.bmm": _matmul,
+    "aten.addmm": _addmm,
+    "adaptc.mask": _mask,
+    "adaptc.attention": _attention,
+}

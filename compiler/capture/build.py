@@ -1,0 +1,58 @@
+"""The authors' module without its weights: parameters on the meta device, buffers computed for real."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from adaptc.errors import UnsupportedError
+
+
+def build(config: Any) -> torch.nn.Module:
+    """The causal LM that transformers has for ``config``, in float32.
+
+    Each parameter moves to the meta device as it is registered, so that initialising it costs nothing, while the
+    constructors' own arithmetic (rotary frequencies, embedding scales) runs on the CPU. Memory pages of parameters
+    are never touched.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedError(f"transformers has no causal language model for model_type {config.model_type!r}.")
+    handle = register_module_parameter_registration_hook(_on_meta)
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    finally:
+        handle.remove()
+
+
+def _on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None):
+    """The registered parameter's stand-in; None keeps what is registered, so that tied parameters stay one object."""
+    if parameter is None or parameter.is_meta:
+        return None
+    return torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+
+def tied(module: torch.nn.Module) -> dict[str, str]:
+    """Parameters that share storage with an earlier one, and which."""
+    owners = {id(parameter): name for name, parameter in module.named_parameters()}
+    everything = module.named_parameters(remove_duplicate=False)
+    return {name: owners[id(p)] for name, p in everything if owners[id(p)] != name}
+
+
+@contextmanager
+def on_one_device(module: torch.nn.Module) -> Iterator[None]:
+    """Buffers where the parameters are, as tracing needs it; put back afterwards."""
+    device = next(module.parameters()).device
+    saved = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+    try:
+        for m, name, b in saved:
+            m._buffers[name] = b.to(device)
+        yield
+    finally:
+        for m, name, b in saved:
+            m._buffers[name] = b

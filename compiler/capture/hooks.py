@@ -1,0 +1,132 @@
+"""Attention and masks through transformers' own extension points, recorded as operators of their own.
+
+    adaptc::mask(like[1,T,D], kind, window) -> bool[1,1,T,T]    stands for a mask, which is never computed
+    adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, scaling, window, softcap) -> [1,T,H,Dv]
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Iterator
+from unittest import mock
+
+import torch
+
+from adaptc.errors import CaptureError
+
+IMPLEMENTATION = "adaptc"
+"""The name under which transformers finds our attention while a module is traced."""
+
+MASKS = {
+    "create_causal_mask": "causal",
+    "create_sliding_window_causal_mask": "sliding",
+    "create_chunked_causal_mask": "chunked",
+    "create_bidirectional_mask": "bidirectional",
+    "create_bidirectional_sliding_window_mask": "bidirectional_sliding",
+}
+"""Mask builders of ``transformers.masking_utils`` and the kind of mask each one makes."""
+
+WIDTHS = {"sliding": "sliding_window", "chunked": "attention_chunk_size", "bidirectional_sliding": "sliding_window"}
+"""Kind of mask → the configuration key that says how wide it is."""
+
+MASK_INPUTS = ("config", "inputs_embeds", "cache", "past_key_values", "position_ids", "layer_idx",
+               "allow_is_causal_skip", "allow_is_bidirectional_skip")
+"""What may be given to a mask builder: nothing else of it changes which keys a token sees."""
+
+IGNORED = ("position_ids", "cache_position", "use_cache", "cache", "past_key_values", "output_attentions",
+           "output_hidden_states", "return_dict", "logits_to_keep")
+"""Keywords that reach attention functions and say nothing about the attention itself."""
+
+
+@functools.cache
+def operators() -> None:
+    """Registers the two operators with torch, once in a process: torch can't take them back safely."""
+    torch.library.define("adaptc::mask", "(Tensor like, str kind, int window) -> Tensor")
+    torch.library.define(
+        "adaptc::attention",
+        "(Tensor q, Tensor k, Tensor v, Tensor mask, float scaling, int window, float softcap) -> Tensor",
+    )
+    torch.library.register_fake("adaptc::mask", _mask_shape)
+    torch.library.register_fake("adaptc::attention", _attention_shape)
+
+
+def _mask_shape(like, kind, window):
+    return like.new_empty((like.shape[0], 1, like.shape[1], like.shape[1]), dtype=torch.bool)
+
+
+def _attention_shape(q, k, v, mask, scaling, window, softcap):
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+@contextmanager
+def installed(module: torch.nn.Module) -> Iterator[None]:
+    """Traces of ``module`` within the block contain our operators; afterwards everything is as before."""
+    from transformers import masking_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    operators()
+    names = {id(m): name for name, m in module.named_modules()}
+    before = module.config._attn_implementation
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, {IMPLEMENTATION: _attention(names)}))
+        for name, kind in MASKS.items():
+            for place in _holders(name, getattr(masking_utils, name)):
+                stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind)}))
+        module.set_attn_implementation(IMPLEMENTATION)
+        stack.callback(module.set_attn_implementation, before)
+        yield
+
+
+def _holders(name: str, function: Callable) -> list[dict]:
+    """Namespaces of loaded modules that hold ``function`` under its name: modelling code imports it by name."""
+    return [vars(m) for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
+
+
+def _mask(original: Callable, kind: str) -> Callable:
+    @functools.wraps(original)
+    def marker(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        config = given["config"]
+        changed = [key for key, value in given.items() if value is not None and key not in MASK_INPUTS]
+        if changed:
+            raise CaptureError(
+                f"{original.__name__} of a {config.model_type} model is given {', '.join(changed)}, a mask that adaptc "
+                "has no operator for; it captures causal and sliding-window attention."
+            )
+        causal = getattr(config, "is_causal", True)
+        width = getattr(config, WIDTHS[kind]) if kind in WIDTHS else 0
+        return torch.ops.adaptc.mask(given["inputs_embeds"], kind if causal else "bidirectional", int(width or 0))
+
+    return marker
+
+
+def _attention(names: dict[int, str]) -> Callable:
+    def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
+                  softcap=None, is_causal=None, **keywords):
+        name = names.get(id(module), type(module).__name__)
+        unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
+        unknown += ["dropout"] if dropout else []
+        unknown += ["is_causal"] if is_causal is False or getattr(module, "is_causal", True) is False else []
+        if unknown:
+            raise CaptureError(
+                f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
+                "attention operator doesn't have; it has scaling, sliding_window and softcap."
+            )
+        if attention_mask is None:
+            raise CaptureError(
+                f"attention in module {name} ({type(module).__name__}) is given no mask, so that what a token sees "
+                "depends on the implementation."
+            )
+        width = query.shape[-1]
+        scaling = width**-0.5 if scaling is None else scaling
+        return (
+            torch.ops.adaptc.attention(query, key, value, attention_mask, float(scaling), int(sliding_window or 0),
+                                       float(softcap or 0.0)),
+            None,
+        )
+
+    return attention

@@ -1,0 +1,81 @@
+"""From a source to a captured program: build, trace, walk, check, fold."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, Mapping
+
+import torch
+
+from adaptc.capture import build, hooks, trace
+from adaptc.capture.fold import fold
+from adaptc.capture.locality import check_locality
+from adaptc.capture.walk import Stored, walk
+from adaptc.ir import legality
+from adaptc.ir.module import Program
+
+Bind = Callable[[Mapping[str, tuple[int, ...]], Mapping[str, str]], Mapping[str, Stored]]
+"""(parameter → shape, tied parameter → the one whose storage it shares) → parameter → how the files store it."""
+
+
+def capture(source: Any) -> Program:
+    """The program of a ``sources.Source``, at stage "captured".
+
+    CaptureError when the module can't be captured; InputError when its files say what no code reads, or lack tensors.
+    """
+    with source.account_config() as reads:
+        module = build.build(source.config)
+        program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied))
+    reads.check()
+    return program
+
+
+def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = None, *, folded: bool = True) -> Program:
+    """The program of a transformers causal LM, whose parameters may be on the meta device.
+
+    Without ``bind``, every parameter is a tensor of its own name. The module is left as it was.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    stored = (bind or _itself)(shapes, build.tied(module))
+    constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
+    with _evaluated(module), build.on_one_device(module), hooks.installed(module):
+        exported = trace.trace(module)
+    program = walk(exported, {**stored, **_aliases(module, stored)}, constants)
+    text = config.get_text_config()
+    program.set_fact("context", getattr(text, "max_position_embeddings", 0))
+    program.set_fact("hidden", getattr(text, "hidden_size", 0))
+    legality.check(program)
+    check_locality(program)
+    if folded:
+        fold(program)
+        legality.check(program)
+    return program
+
+
+def _stored(source: Any, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> dict[str, Stored]:
+    bindings = source.bind(shapes, tied)
+    return {
+        name: Stored(name, b.tensor, tuple(b.row_permutation or ()), float(b.add), source.tensors[b.tensor].format.name)
+        for name, b in bindings.items()
+    }
+
+
+def _itself(shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> dict[str, Stored]:
+    return {name: Stored(name, name) for name in shapes}
+
+
+def _aliases(module: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Tied names are read through the declaration of the one that they share storage with."""
+    return {name: stored[owner] for name, owner in build.tied(module).items()}
+
+
+@contextmanager
+def _evaluated(module: torch.nn.Module) -> Iterator[None]:
+    """Dropout and the like off."""
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True

@@ -1,0 +1,55 @@
+"""Where a node of a torch graph comes from: the module call and the line of source."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from adaptc.capture.trace import PREFIX
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+@dataclass(frozen=True)
+class Place:
+    """``module`` is a module path such as model.layers.0.mlp, with @n for the n-th further call of one module."""
+
+    module: str
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        source = f" ({self.file}:{self.line})" if self.file else ""
+        return f"module {self.module or '<root>'}{source}"
+
+
+def place_of(node: torch.fx.Node) -> Place:
+    return Place(_module(node), *_line(node.stack_trace or ""))
+
+
+def _module(node: torch.fx.Node) -> str:
+    """Calls of the stack, each relative to the one around it, without the tracing wrapper's name."""
+    path, parent, calls = "", "", "0"
+    for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items():
+        if name != PREFIX and not name.startswith(PREFIX + "."):
+            continue
+        count = key.partition("@")[2] or "0"
+        step = name.removeprefix(parent).removeprefix(".") if parent else name
+        path += f".{step}" if count == calls else f".{step}@{count}"
+        parent, calls = name, count
+    return path.removeprefix("." + PREFIX).removeprefix(".")
+
+
+def _line(trace: str) -> tuple[str, int]:
+    """The innermost frame of the authors' code, its file relative to where Python found it."""
+    frames = [(file, int(line)) for file, line in _FRAME.findall(trace) if not file.startswith(_OURS)]
+    if not frames:
+        return "", 0
+    file, line = frames[-1]
+    roots = [root for root in sys.path if root and file.startswith(root.rstrip("/") + "/")]
+    return (file[len(max(roots, key=len).rstrip("/")) + 1 :] if roots else Path(file).name), line

@@ -1,0 +1,300 @@
+"""An exported ATen graph, node by node, as one flat ``@step`` of the dialect; ``aten.TABLE`` says what becomes what."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping
+
+import torch
+from torch_mlir import ir
+from torch_mlir.dialects import func
+
+from adaptc.capture.aten import SKIPPED, TABLE
+from adaptc.capture.places import Place, place_of
+from adaptc.capture.trace import PREFIX, TOKENS
+from adaptc.errors import CaptureError, LegalityError
+from adaptc.ir import dialect
+from adaptc.ir.build import Builder
+from adaptc.ir.module import STEP, Program, StateSlot, Weight
+from adaptc.protocol import StateSpec, TensorSpec
+
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
+          torch.int64: "i32", torch.int32: "i32", torch.int8: "i8", torch.bool: "i1"}
+"""torch dtype → ours. Integers of the graph are token ids, positions and what is computed from them: 32 bits."""
+
+MAX_CONSTANT = 1 << 16
+"""Elements of the largest buffer that is written into the program itself."""
+
+IRRELEVANT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "dtype", "generator")
+"""Keyword arguments of ATen operators that say where a tensor lies, or repeat what its type says."""
+
+SAMPLED = "S"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How the files store a parameter: the ``tensor``'s rows, permuted by the rule ``rows``, plus ``add``."""
+
+    parameter: str
+    tensor: str
+    rows: tuple = ()
+    add: float = 0.0
+    format: str = "f32"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask's meaning in place of its elements."""
+
+    kind: str
+    window: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A weight as an argument of the graph; each use reads it anew."""
+
+    stored: Stored
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A buffer, or a tensor that the trace holds."""
+
+    name: str
+    value: torch.Tensor
+    dtype: str
+
+
+def walk(exported: torch.export.ExportedProgram, stored: Mapping[str, Stored],
+         constants: Mapping[str, torch.Tensor]) -> Program:
+    """The unfolded program: weights and states declared, logits of the sampled rows returned.
+
+    stored     parameter → how the files keep it; constants: buffer → value. CaptureError names every operator that
+               has no rule, or the first node whose rule doesn't apply.
+    """
+    exported = _decomposed(exported)
+    _check_known(exported.graph)
+    program = Program.empty("captured")
+    with program.editing():
+        _Walk(program, exported, stored, constants).run()
+    return program
+
+
+def key(node: torch.fx.Node) -> str:
+    """The node's operator as the table spells it: ``aten.add``, without the overload."""
+    target = node.target
+    return str(target.overloadpacket) if isinstance(target, torch._ops.OpOverload) else getattr(
+        target, "__name__", str(target)
+    )
+
+
+def _unknown(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    tensors = (n for n in graph.nodes if n.op == "call_function" and not isinstance(n.meta.get("val"), _NUMBERS))
+    return [n for n in tensors if key(n) not in TABLE and key(n) not in SKIPPED]
+
+
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """With torch's own decompositions of those operators that the table lacks; the rest stay as the authors wrote."""
+    known = torch.export.default_decompositions()
+    lacking = {n.target: known[n.target] for n in _unknown(exported.graph) if n.target in known}
+    return exported.run_decompositions(lacking) if lacking else exported
+
+
+def _check_known(graph: torch.fx.Graph) -> None:
+    unknown: dict[str, list[Place]] = {}
+    for node in _unknown(graph):
+        unknown.setdefault(str(node.target), []).append(place_of(node))
+    if unknown:
+        listed = "; ".join(
+            f"{name} in {places[0]}" + (f" and {len(places) - 1} more places" if len(places) > 1 else "")
+            for name, places in sorted(unknown.items())
+        )
+        raise CaptureError(f"adaptc has no rule for {len(unknown)} operator(s) of this model: {listed}.",
+                           hint="A rule is one row in compiler/capture/aten.py.")
+
+
+class _Walk:
+    """The state of one walk, and what rules are given: the builder ``b``, the result's ``shape`` and ``dtype``."""
+
+    def __init__(self, program, exported, stored, constants):
+        self.program, self.exported = program, exported
+        self.stored, self.constants = stored, constants
+        self.values: dict[torch.fx.Node, Any] = {}
+        self.place = Place("")
+        self.shape: tuple = ()
+        self.dtype = ""
+        self.owned: Counter[str] = Counter()
+        self.read: dict[str, ir.Value] = {}
+
+    def run(self) -> None:
+        graph = self.exported.graph
+        placeholders = self._placeholders()
+        self.symbol = _token_symbol(placeholders)
+        logits = next(n for n in graph.nodes if n.op == "output").args[0][0]
+        vocabulary = self._dims(logits.meta["val"].shape)[-1]
+        kinds = [dialect.to_type(TensorSpec("i32", (d,))) for d in (TOKENS, TOKENS, TOKENS, SAMPLED)]
+        result = dialect.to_type(TensorSpec("f32", (SAMPLED, vocabulary)))
+        step = func.FuncOp(STEP, (kinds, [result]), ip=ir.InsertionPoint(self.program.module.body))
+        block = step.add_entry_block()
+        self.point = ir.InsertionPoint(block)
+        self.tokens, self.positions, self.requests, sampled = block.arguments
+        self.b = Builder(self.point)
+        self.ids = self.b.reshape(self.tokens, shape=(1, TOKENS))
+        self.first = Builder(ir.InsertionPoint(self.ids.owner))
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self._argument(node, placeholders)
+            elif node.op == "call_function":
+                self._node(node)
+            elif node.op not in ("output", "get_attr"):
+                raise CaptureError(f"the traced graph has a node of kind {node.op} ({node.target}) in {place_of(node)}.")
+        self.b = Builder(self.point)
+        flat = self.b.reshape(self.values[logits], shape=(TOKENS, vocabulary))
+        func.ReturnOp([self.b.gather_rows(flat, sampled)], ip=self.point)
+        self.program.set_fact("vocabulary", vocabulary)
+
+    # ---- arguments of the graph
+
+    def _placeholders(self) -> dict[str, Any]:
+        signature = self.exported.graph_signature
+        found: dict[str, Any] = {}
+        for spec in signature.input_specs:
+            name = (spec.target or "").removeprefix(PREFIX + ".")
+            found[spec.arg.name] = (spec.kind, name)
+        nodes = {n.name: n for n in self.exported.graph.nodes if n.op == "placeholder"}
+        return {name: (*found[name], nodes[name]) for name in nodes}
+
+    def _argument(self, node, placeholders) -> Any:
+        kind, name, _ = placeholders[node.name]
+        kinds = torch.export.graph_signature.InputKind
+        if kind is kinds.USER_INPUT:
+            return self.ids
+        spec = TensorSpec(DTYPES[node.meta["val"].dtype], self._dims(node.meta["val"].shape))
+        if kind is kinds.PARAMETER:
+            return Parameter(self.stored[name], spec)
+        value = self.constants[name] if kind is kinds.BUFFER else self.exported.constants[name]
+        return Constant(name, value, spec.dtype)
+
+    def _read(self, parameter: Parameter) -> ir.Value:
+        """The parameter's value: the file's, plus what the file leaves out."""
+        stored = parameter.stored
+        if stored.parameter not in self.read:
+            self.program.declare(Weight(stored.parameter, parameter.spec, stored.tensor, stored.rows, stored.format))
+            self.read[stored.parameter] = self._get(stored.parameter, parameter.spec)
+        value = self.read[stored.parameter]
+        return self.b.add(value, self.b.scalar(stored.add)) if stored.add else value
+
+    def _get(self, symbol: str, spec: TensorSpec | StateSpec) -> ir.Value:
+        return self.first.raw("adaptc.get", [], [dialect.to_type(spec)], {"symbol": symbol}).results[0]
+
+    def _constant(self, constant: Constant) -> ir.Value:
+        value = constant.value
+        if value.is_meta or value.numel() > MAX_CONSTANT:
+            size = "has no values on the meta device" if value.is_meta else f"has {value.numel()} elements"
+            raise CaptureError(f"the buffer {constant.name!r} {size}; adaptc keeps up to {MAX_CONSTANT} in a program.")
+        return self.b.constant(value=value.tolist(), shape=tuple(value.shape), dtype=constant.dtype)
+
+    # ---- nodes
+
+    def _node(self, node: torch.fx.Node) -> None:
+        name, value = key(node), node.meta.get("val")
+        if name in SKIPPED or isinstance(value, _NUMBERS):
+            return
+        self.place = place_of(node)
+        location = ir.Location.file(self.place.file, self.place.line, 0) if self.place.file else ir.Location.unknown()
+        with location:
+            self.b = Builder(self.point, self.place.module)
+            try:
+                if isinstance(value, torch.Tensor) and not name.startswith("adaptc.mask"):
+                    self.shape, self.dtype = self._dims(value.shape), self._kind(value.dtype)
+                self.values[node] = self._apply(TABLE[name], node)
+            except (LegalityError, CaptureError) as error:
+                raise CaptureError(f"{node.target} in {self.place}: {error.message}", hint=error.hint) from error
+        result = self.values[node]
+        if isinstance(result, ir.Value):
+            got = self.b.spec(result)
+            assert (got.shape, got.dtype) == (self.shape, self.dtype), f"{node.target}: {got}, {self.shape} {self.dtype}"
+
+    def _apply(self, rule: Callable, node: torch.fx.Node) -> Any:
+        args = torch.fx.node.map_arg(node.args, self._operand)
+        kwargs = {k: torch.fx.node.map_arg(v, self._operand) for k, v in node.kwargs.items() if k not in IRRELEVANT}
+        try:
+            inspect.signature(rule).bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise CaptureError(f"its rule doesn't take these arguments ({error}).") from error
+        return rule(self, *args, **kwargs)
+
+    def _operand(self, node: torch.fx.Node) -> Any:
+        value = node.meta.get("val")
+        if isinstance(value, _NUMBERS):
+            return self.number(value)
+        value = self.values[node]
+        if isinstance(value, Parameter):
+            return self._read(value)
+        return self._constant(value) if isinstance(value, Constant) else value
+
+    # ---- what rules ask for
+
+    def number(self, value: Any) -> Any:
+        """A traced number as a plain one, or the token symbol's name, or its expression as text."""
+        if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return value
+        expression = value.node.expr
+        if expression.is_number:
+            return int(expression)
+        return TOKENS if expression == self.symbol else str(expression)
+
+    def _dims(self, shape) -> tuple[int | str, ...]:
+        dims = tuple(self.number(d) for d in shape)
+        for dim in dims:
+            if isinstance(dim, str) and dim != TOKENS:
+                raise CaptureError(f"a dimension is {dim.replace(str(self.symbol), TOKENS)}; the only one that may "
+                                   f"vary is {TOKENS} itself, the step's tokens.")
+        return dims
+
+    def _kind(self, dtype: torch.dtype) -> str:
+        if dtype not in DTYPES:
+            raise CaptureError(f"has dtype {dtype}; adaptc captures {', '.join(map(str, DTYPES))}.")
+        return DTYPES[dtype]
+
+    def value(self, x: Any, dtype: str | None = None) -> ir.Value:
+        """A tensor or a number as a value of ``dtype`` (the result's by default)."""
+        dtype = dtype or self.dtype
+        if isinstance(x, (bool, int, float)):
+            return self.b.scalar(float(x) if dtype.startswith("f") else int(x), dtype)
+        if not isinstance(x, ir.Value):
+            what = f"a {x.kind} mask, which only attention may take" if isinstance(x, Mask) else repr(x)
+            raise CaptureError(f"its operand is {what}.")
+        return x if self.b.spec(x).dtype == dtype else self.b.cast(x, dtype=dtype)
+
+    def flat(self, x: ir.Value) -> ir.Value | None:
+        """x[..., K] as [rows, K], or None when the rows aren't one dimension's."""
+        *rows, width = self.b.shape(x)
+        wide = [d for d in rows if d != 1]
+        if len(rows) == 1:
+            return x
+        return self.b.reshape(x, shape=(wide[0] if wide else 1, width)) if len(wide) <= 1 else None
+
+    def state(self, spec: StateSpec) -> ir.Value:
+        """A new state owned by the current node."""
+        owner = f"{self.place.module}.kv"
+        name = f"{owner}{self.owned[owner] or ''}"
+        self.owned[owner] += 1
+        self.program.declare(StateSlot(name, spec, self.place.module))
+        return self._get(name, spec)
+
+
+def _token_symbol(placeholders) -> Any:
+    kinds = torch.export.graph_signature.InputKind
+    ids = next(node for kind, _, node in placeholders.values() if kind is kinds.USER_INPUT)
+    length = ids.meta["val"].shape[1]
+    if not isinstance(length, torch.SymInt):
+        raise CaptureError(f"the module's graph holds for {length} tokens only; expected any number.")
+    return length.node.expr

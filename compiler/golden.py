@@ -1,0 +1,121 @@
+"""Goldens: what the authors' own model answers, recorded to compare artifacts against.
+
+A golden file is a safetensors file of N prompts × G greedy steps: ``tokens`` i32[N, longest] (prompt and answer,
+padded with -1), ``prompt_lengths`` i32[N], ``top_ids``/``top_logits`` [N, G, 64], ``probe_ids`` i32[192] (seeded ids),
+``probe_logits`` f32[N, G, 192] and ``log_sum_exp`` f32[N, G]. Step g's logits are those that chose answer token g.
+The logits come from one forward over the whole sequence, without a cache, in float32; its metadata say from which
+files and with which versions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from adaptc.errors import InputError, OutputError, RequestError
+
+TOP = 64
+PROBES = 192
+PROBE_SEED = 20261
+KIND, VERSION = "adaptc-goldens", "1"
+TENSORS = {"tokens", "prompt_lengths", "top_ids", "top_logits", "probe_ids", "probe_logits", "log_sum_exp"}
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea, there lived",
+    "def fibonacci(n):\n    ",
+    "The three laws of thermodynamics state that",
+    "Water boils at a lower temperature on high mountains because",
+    "Translate to German: Good morning, my friends.\n",
+    "Q: What is 17 + 25?\nA:",
+    "In 1969, astronauts first",
+    "A recipe for a simple tomato soup:\n1.",
+    "The main difference between a list and a tuple in Python is",
+)
+"""Used when no prompts are given: prose, code, lists, arithmetic, another language."""
+
+
+def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, steps: int = 48, progress=None) -> dict:
+    """Writes a golden file for ``model`` and returns its metadata."""
+    from safetensors.numpy import save
+
+    from adaptc.sources import open_source
+
+    if not prompts:
+        raise RequestError("no prompts to record.", hint="Give a file with one prompt a line.")
+    source = open_source(model)
+    module, encode = _authors_model(source)
+    vocabulary = module.config.get_text_config().vocab_size
+    probes = np.sort(np.random.Generator(np.random.PCG64(PROBE_SEED)).choice(vocabulary, min(PROBES, vocabulary),
+                                                                           replace=False)).astype(np.int32)
+    rows = []
+    for done, prompt in enumerate(prompts):
+        rows.append(_answer(module, encode(prompt), steps, probes))
+        if progress:
+            progress("goldens", done + 1, len(prompts))
+    longest = max(len(r["tokens"]) for r in rows)
+    pad = lambda t: np.pad(t, (0, longest - len(t)), constant_values=-1)  # noqa: E731
+    tensors = {name: np.stack([r[name] for r in rows]) for name in rows[0] if name != "tokens"}
+    tensors |= {"tokens": np.stack([pad(r["tokens"]) for r in rows]), "probe_ids": probes}
+    metadata = {"kind": KIND, "version": VERSION, "model": source.name,
+                "files": json.dumps(source.hashes, sort_keys=True), "made_with": json.dumps(_versions(), sort_keys=True)}
+    try:
+        Path(output).write_bytes(save(tensors, metadata))
+    except OSError as error:
+        raise OutputError(f"{output} can't be written: {error.strerror}.") from error
+    return metadata
+
+
+def read(path: str | Path) -> bytes:
+    """The bytes of a golden file; InputError when it isn't one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            metadata, names = file.metadata() or {}, set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} is not a golden file: {error}.", hint="Make one with `adaptc golden`.") from error
+    if metadata.get("kind") != KIND or metadata.get("version") != VERSION or names != TENSORS:
+        raise InputError(f"{path} is not a golden file of version {VERSION}.", hint="Make one with `adaptc golden`.")
+    return Path(path).read_bytes()
+
+
+def _authors_model(source):
+    """transformers' own module with its own reading of the files, and its tokenizer: nothing of ours in between."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = source.files()[0]
+    where = {"gguf_file": path.name} if source.kind == "gguf" else {}
+    module = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+    return module, lambda text: tokenizer(text).input_ids
+
+
+def _answer(module, prompt: list[int], steps: int, probes: np.ndarray) -> dict[str, np.ndarray]:
+    import torch
+
+    with torch.inference_mode():
+        tokens, cache, feed = list(prompt), None, list(prompt)
+        for _ in range(steps):
+            out = module(torch.tensor([feed]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, feed = out.past_key_values, [int(out.logits[0, -1].argmax())]
+            tokens += feed
+        whole = module(torch.tensor([tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        top = whole.topk(min(TOP, whole.shape[1]))
+        return {
+            "tokens": np.array(tokens, np.int32),
+            "prompt_lengths": np.int32(len(prompt)),
+            "top_ids": top.indices.numpy().astype(np.int32),
+            "top_logits": top.values.numpy(),
+            "probe_logits": whole[:, torch.from_numpy(probes).long()].numpy(),
+            "log_sum_exp": whole.double().logsumexp(-1).float().numpy(),
+        }
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("torch", "transformers")}

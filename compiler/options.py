@@ -1,0 +1,67 @@
+"""What a compile can be told. The command line mirrors this dataclass and otherwise has no options of its own.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from adaptc.errors import OptionError, one_of
+
+CHOICES = {
+    "weights": ("auto", "f32", "bf16", "int8", "int4"),
+    "activations": ("f32", "int8"),
+    "kv": ("auto", "f32", "f16", "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of one compile.
+
+    weights         how weights are stored; auto keeps each tensor in the format of its file, bit for bit
+    activations     f32, or int8: the inputs of linear maps are quantised on the fly, one scale a token and group of 32
+    kv              what key/value caches hold; auto = f32 with f32 activations, f16 with int8
+    page_size       tokens in one page of a cache
+    max_step_tokens tokens one step can process; buffers are planned for it
+    max_requests    requests one step can serve, and rows whose logits one step can give
+    max_context     tokens a request may have, prompt included; 0 = what the model's config says
+    level           CPU level of the kernels; "" = the target's default
+    """
+
+    weights: str = "auto"
+    activations: str = "f32"
+    kv: str = "auto"
+    page_size: int = 16
+    max_step_tokens: int = 256
+    max_requests: int = 32
+    max_context: int = 0
+    level: str = ""
+
+    def __post_init__(self):
+        for name, valid in CHOICES.items():
+            if getattr(self, name) not in valid:
+                raise one_of(f"value for {name}", getattr(self, name), valid)
+        for name, least in (("page_size", 1), ("max_step_tokens", 1), ("max_requests", 1), ("max_context", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise OptionError(f"{name} must be an integer of at least {least}, got {value!r}.")
+
+    @property
+    def kv_dtype(self) -> str:
+        if self.kv != "auto":
+            return self.kv
+        return "f16" if self.activations == "int8" else "f32"
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @staticmethod
+    def of(options: dict) -> "CompileOptions":
+        """From keyword arguments; an unknown name is an error that lists the valid ones."""
+        valid = [f.name for f in fields(CompileOptions)]
+        for name in options:
+            if name not in valid:
+                raise one_of("compile option", name, valid)
+        return CompileOptions(**options)

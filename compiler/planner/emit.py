@@ -1,0 +1,190 @@
+"""The lowered program as a plan: every operator at every place, with its kernels and buffers.
+
+Bodies are expanded here: a body's frame stands at an arena offset that its call names, its arguments and results are
+the call's. Places in the lowered IR read ``arena+<offset>`` (in @step), ``frame+<offset>`` (in a body), ``arg<i>``,
+``result<i>`` and ``symbol:<name>`` (a weight or state).
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+
+from adaptc.ir import dialect
+from adaptc.ir.build import short_name
+from adaptc.ir.module import ROLES, STEP, Program, callee, source_of, spec_of
+from adaptc.options import CompileOptions
+from adaptc.plan import (DTYPE_BYTES, Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart,
+                         Symbol)
+from adaptc.planner.cost import cost_of, weight_bytes
+from adaptc.protocol import Codegen, KernelSpec, StateSpec, TensorSpec
+
+
+def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, level: str, options: CompileOptions,
+              max_context: int, key_block: int) -> tuple[Plan, tuple[KernelSpec, ...]]:
+    """The plan of a lowered program, and the kernels that it calls, each once."""
+    emitter = _Emitter(program, codegen, options)
+    operators = emitter.operators()
+    groups = emitter.groups(max_context, options.page_size)
+    inputs = emitter.inputs(groups)
+    plan = Plan(
+        target=target,
+        level=level,
+        backend=backend,
+        vocabulary=program.fact("vocabulary"),
+        max_context=max_context,
+        max_step_tokens=options.max_step_tokens,
+        max_requests=options.max_requests,
+        page_size=options.page_size,
+        key_block=key_block,
+        arena_bytes=program.fact("arena_bytes"),
+        symbols=tuple(Symbol(name, emitter.maximum[name]) for name in codegen.symbols),
+        buffers=tuple(emitter.buffers[handle] for handle in sorted(emitter.buffers)),
+        kernels=tuple(emitter.kernels[symbol] for symbol in sorted(emitter.kernels)),
+        states=tuple(emitter.states[name] for name in sorted(emitter.states)),
+        groups=groups,
+        segments=(Segment("native", tuple(operators)),),
+        inputs=inputs,
+        outputs={"logits": "output:logits"},
+    )
+    return plan, tuple(emitter.specs[symbol] for symbol in sorted(emitter.specs))
+
+
+class _Emitter:
+    """One expansion of a program: tables that fill while @step is walked."""
+
+    def __init__(self, program: Program, codegen: Codegen, options: CompileOptions):
+        self.program, self.codegen, self.functions = program, codegen, program.functions()
+        self.maximum = {"T": options.max_step_tokens, "R": options.max_requests, "S": options.max_requests}
+        self.buffers: dict[str, Buffer] = {}
+        self.kernels: dict[str, Kernel] = {}
+        self.specs: dict[str, KernelSpec] = {}
+        self.weights = program.weights()
+        self.slots = program.states()
+        self.states = {name: self._state(name, slot.spec) for name, slot in self.slots.items()}
+        self.next_id = 0
+
+    # ---- states
+
+    def _group(self, spec: StateSpec) -> str:
+        return f"window{spec.window}" if spec.window else "full"
+
+    def _state(self, name: str, spec: StateSpec) -> State:
+        parts = tuple(StatePart(*part) for part in spec.parts)
+        return State(name, "rows", self._group(spec), spec.dtype, spec.window, parts)
+
+    def groups(self, max_context: int, page_size: int) -> tuple[CacheGroup, ...]:
+        members: dict[str, list[State]] = {}
+        for state in self.states.values():
+            members.setdefault(state.group, []).append(state)
+        return tuple(
+            CacheGroup(name, states[0].window, tuple(sorted(s.name for s in states)), -(-max_context // page_size))
+            for name, states in sorted(members.items())
+        )
+
+    def inputs(self, groups: tuple[CacheGroup, ...]) -> dict[str, str]:
+        for role in ROLES:
+            symbol = "S" if role == "sampled" else "T"
+            self._buffer(f"input:{role}", "input", TensorSpec("i32", (symbol,)))
+        for group in groups:
+            self._buffer(f"pages:{group.name}", "pages", TensorSpec("i32", ("R", group.max_pages)), source=group.name)
+        return {role: f"input:{role}" for role in ROLES} | {f"pages:{g.name}": f"pages:{g.name}" for g in groups}
+
+    # ---- buffers
+
+    def _buffer(self, handle: str, kind: str, spec: TensorSpec, *, bytes: int | None = None, offset: int = 0,
+                source: str = "") -> str:
+        if bytes is None:
+            bytes = prod(self.maximum.get(d, d) for d in spec.shape) * DTYPE_BYTES[spec.dtype]
+        self.buffers[handle] = Buffer(handle, kind, spec.dtype, spec.shape, bytes, offset, source)
+        return handle
+
+    def _symbol(self, name: str) -> str:
+        if name in self.slots:
+            return self._buffer(f"state:{name}", "state", TensorSpec("u8", ()), bytes=0, source=name)
+        spec = self.weights[name].spec
+        packed = weight_bytes(spec, self.codegen.packed_bytes)
+        dtype = "u8" if spec.format else spec.dtype
+        shape = (packed,) if spec.format else spec.shape
+        return self._buffer(f"weight:{name}", "weight", TensorSpec(dtype, shape), bytes=packed, source=name)
+
+    def _place(self, text: str, spec, frame: int, arguments: list[str], results: list[str]) -> str:
+        """The handle of a place as seen from within one function."""
+        for prefix, handles in (("arg", arguments), ("result", results)):
+            if text.startswith(prefix):
+                return handles[int(text[len(prefix) :])]
+        if text.startswith("symbol:"):
+            return self._symbol(text.removeprefix("symbol:"))
+        region, offset = text.split("+")
+        position = int(offset) + (frame if region == "frame" else 0)
+        shape = "x".join(map(str, spec.shape)) or "1"
+        return self._buffer(f"arena:{position}:{spec.dtype}:{shape}", "arena", spec, offset=position)
+
+    # ---- operators
+
+    def operators(self) -> list[Operator]:
+        step = self.functions[STEP]
+        self._buffer("output:logits", "output", TensorSpec("f32", ("S", self.program.fact("vocabulary"))))
+        arguments = [f"input:{role}" for role in ROLES]
+        return self._function(step, 0, arguments, ["output:logits"], "")
+
+    def _function(self, function, frame: int, arguments: list[str], results: list[str], path: str) -> list[Operator]:
+        found = []
+        for op in function.entry_block.operations:
+            name = op.operation.name
+            if name in ("func.return", "adaptc.get"):
+                continue
+            values = [*op.operation.operands, *op.operation.results]
+            texts = dialect.from_attr(op.operation.attributes["buffers"])
+            specs = [dialect.to_spec(v.type) for v in values]
+            scratch = _scratch(op)
+            handles = [self._place(t, s, frame, arguments, results) for t, s in zip(texts, specs + scratch)]
+            count = len(op.operation.operands)
+            source = ".".join(filter(None, (path, source_of(op))))
+            if name == "func.call":
+                below = frame + dialect.from_attr(op.operation.attributes["frame"])
+                found += self._function(self.functions[callee(op)], below, handles[:count], handles[count:], source)
+            else:
+                found += self._operator(op, handles, count, source)
+        return found
+
+    def _operator(self, op, handles: list[str], operands: int, source: str) -> list[Operator]:
+        uses = dialect.from_attr(op.operation.attributes["kernels"])
+        if not uses:  # a view: its result is its operand's memory
+            return []
+        results = len(op.operation.results)
+        calls = tuple(self._call(use, handles, operands, results) for use in uses)
+        cost = cost_of(spec_of(op), self.codegen.packed_bytes)
+        self.next_id += 1
+        return [
+            Operator(self.next_id - 1, short_name(op), source, self.codegen.name, calls,
+                     tuple(handles[operands : operands + results]), cost.flops, cost.traffic)
+        ]
+
+    def _call(self, use: dict, handles: list[str], operands: int, results: int) -> Call:
+        spec = KernelSpec(use["family"], _params(use["params"]))
+        symbol = self.codegen.symbol(spec)
+        self.specs[symbol] = spec
+        self.kernels[symbol] = Kernel(symbol, self.codegen.object_of(spec), tuple(self.codegen.signature(spec)))
+        first = {"operand": 0, "state": 0, "pages": 0, "result": operands, "scratch": operands + results}
+        buffers = []
+        for argument in use["args"]:
+            role, index = argument.split(":")
+            handle = handles[first[role] + int(index)]
+            if role == "pages":
+                handle = f"pages:{self.states[handle.removeprefix('state:')].group}"
+            buffers.append(handle)
+        return Call(symbol, tuple(buffers))
+
+
+def _scratch(op) -> list[TensorSpec]:
+    attributes = op.operation.attributes
+    if "scratch" not in attributes:
+        return []
+    return [TensorSpec(dtype, tuple(shape)) for dtype, shape in dialect.from_attr(attributes["scratch"])]
+
+
+def _params(text: str) -> tuple[tuple[str, object], ...]:
+    """A kernel's parameters from their JSON text: lists are tuples again, so that equal kernels are equal values."""
+    freeze = lambda v: tuple(map(freeze, v)) if isinstance(v, list) else v  # noqa: E731
+    return tuple((name, freeze(value)) for name, value in sorted(json.loads(text).items()))

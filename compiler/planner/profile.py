@@ -1,0 +1,71 @@
+"""The compute profile table: what each kind of operator in each kind of module costs, and what bounds it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from adaptc.ir.build import short_name
+from adaptc.ir.module import STEP, Program, callee, source_of, spec_of
+from adaptc.planner.cost import PackedBytes, cost_of, evaluate
+from adaptc.protocol import TensorSpec
+from adaptc.targets import Target
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """One kind of operator in one kind of module. FLOPs and bytes are of all its places in one step of ``tokens``
+    tokens; seconds is the roofline's time on the target, ``bound`` which side of it ("compute", "bandwidth")."""
+
+    module: str
+    op: str
+    shapes: str
+    count: int
+    tokens: int
+    flops: float
+    bytes: float
+    seconds: float
+    bound: str
+
+
+def profile(program: Program, target: Target, packed: PackedBytes, *, tokens: int, context: int) -> list[ProfileRow]:
+    """Rows in program order for a step of ``tokens`` tokens of one request with ``context`` tokens in the cache."""
+    symbols = {"T": tokens, "R": 1, "S": 1, "C": context}
+    groups: dict[tuple, list] = {}
+    for path, op in places(program):
+        spec = spec_of(op)
+        cost = cost_of(spec, packed)
+        key = (kind_of(path), spec.op, _shapes(spec))
+        count, flops, moved, _ = groups.get(key, (0, 0.0, 0.0, ""))
+        groups[key] = (count + 1, flops + evaluate(cost.flops, symbols), moved + evaluate(cost.traffic, symbols),
+                       cost.dtype)
+    rows = []
+    for (module, op, shapes), (count, flops, moved, dtype) in groups.items():
+        compute, transfer = flops / target.compute[dtype], moved / target.memory[-1].bandwidth
+        rows.append(ProfileRow(module, op, shapes, count, tokens, flops, moved,
+                               max(compute, transfer) + count * target.launch_s,
+                               "compute" if compute > transfer else "bandwidth"))
+    return rows
+
+
+def places(program: Program):
+    """(absolute module path, operation) of every operator as often as it runs, in program order."""
+    functions = program.functions()
+    for op in functions[STEP].entry_block.operations:
+        if op.operation.name == "func.call":
+            for inner in functions[callee(op)].entry_block.operations:
+                if inner.operation.name.startswith("adaptc."):
+                    yield ".".join(filter(None, (source_of(op), source_of(inner)))), inner
+        elif op.operation.name.startswith("adaptc.") and short_name(op) != "get":
+            yield source_of(op), op
+
+
+def kind_of(path: str) -> str:
+    """A module path without instance numbers: ``model.layers.*.self_attn``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(model)"
+
+
+def _shapes(spec) -> str:
+    tensors = [o for o in spec.operands if isinstance(o, TensorSpec)]
+    show = lambda t: "×".join(map(str, t.shape)) + (f":{t.format.name}" if t.format else "")  # noqa: E731
+    return " · ".join(show(t) for t in tensors if t.shape) or "scalar"

@@ -1,0 +1,85 @@
+"""Reports as text for people. The data are the dataclasses' own; JSON output prints those instead."""
+
+from __future__ import annotations
+
+from typing import Iterable, Sequence
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = "") -> str:
+    """Aligned columns; those whose index is in ``right`` are right-aligned."""
+    lines = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    ends = [str(i) in right for i in range(len(header))]
+    show = lambda line: "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, ends)).rstrip()  # noqa: E731
+    return "\n".join([show(lines[0]), "  ".join("-" * w for w in widths), *map(show, lines[1:])])
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """1234567 → "1.23 M"."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}".rstrip()
+
+
+def profile_text(rows) -> str:
+    parts = []
+    for tokens in sorted({r.tokens for r in rows}):
+        phase = "decode (1 token)" if tokens == 1 else f"prefill ({tokens} tokens)"
+        chosen = [r for r in rows if r.tokens == tokens]
+        total = sum(r.seconds for r in chosen)
+        body = table(
+            ("module", "operator", "places", "shapes", "FLOPs", "bytes", "time", "share", "bound by"),
+            ((r.module, r.op, r.count, r.shapes, quantity(r.flops), quantity(r.bytes, "B"),
+              f"{1e3 * r.seconds:.3f} ms", f"{100 * r.seconds / total:.1f} %", r.bound) for r in chosen),
+            right="24567",
+        )
+        parts.append(f"{phase}: {1e3 * total:.2f} ms by the target's roofline\n{body}")
+    return "\n\n".join(parts)
+
+
+def coverage_text(rows) -> str:
+    return table(("operator", "places", "status", "modules"),
+                 ((r.op, r.count, r.status, ", ".join(r.modules)) for r in rows), right="1")
+
+
+def memory_text(memory: dict[str, int]) -> str:
+    return table(("memory", "bytes"), ((name, f"{size:,}") for name, size in memory.items()), right="1")
+
+
+def compile_text(report) -> str:
+    parts = [
+        f"{report.model} for {report.target} ({report.level}) → {report.output}",
+        "Compute profile\n" + profile_text(report.profile),
+        "Operator coverage\n" + coverage_text(report.coverage),
+        "Memory\n" + memory_text(report.memory),
+        "Bodies\n" + "\n".join(f"  {name}: {count} places" for name, count in report.bodies.items()),
+    ]
+    if report.clones:
+        parts.append("Bodies cloned\n" + "\n".join(f"  {why}" for why in report.clones))
+    if report.conversion_errors:
+        worst = sorted(report.conversion_errors.items(), key=lambda item: -item[1])
+        parts.append("Weights converted (relative RMS error a tensor)\n"
+                     + table(("tensor", "error"), ((n, f"{e:.2e}") for n, e in worst), right="1"))
+    parts.append("Time\n" + table(("stage", "seconds"), ((n, f"{s:.2f}") for n, s in report.seconds.items()), right="1"))
+    return "\n\n".join(parts)
+
+
+def plan_text(plan) -> str:
+    rows = ((op.id, op.op, op.source, op.provider, " ".join(c.kernel for c in op.calls), " ".join(op.outputs))
+            for op in plan.operators())
+    return table(("id", "operator", "module", "provider", "kernels", "outputs"), rows, right="0")
+
+
+def summary_text(facts) -> str:
+    lines = [f"{name}: {value}" for name, value in facts.summary.items()]
+    return "\n".join(lines) + "\n\n" + memory_text(facts.memory)
+
+
+def targets_text(rows) -> str:
+    return table(
+        ("target", "backend", "levels", "compute", "memory bandwidth"),
+        ((t.name, t.backend, ", ".join(t.levels),
+          ", ".join(f"{d} {quantity(v, 'op/s')}" for d, v in t.compute.items()),
+          quantity(t.memory[-1].bandwidth, "B/s")) for t in rows),
+    )

@@ -1,0 +1,118 @@
+"""Which keys of a configuration modelling code reads while a module is built and traced.
+
+A key that nothing reads would be ignored silently: a new feature of a model, or a misspelt one. Reads are seen by
+wrapping attribute access of configuration objects; values that are dicts are replaced by dicts that record their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from adaptc.errors import InputError
+from adaptc.models import waivers
+
+
+class ConfigReads:
+    """The keys that were read, against those that were given. Nested keys are dotted: ``rope_parameters.factor``."""
+
+    def __init__(self, given: Mapping[str, Any], config: Any, name: str):
+        self.given, self.name = given, name
+        self.read: set[str] = set()
+        self._declared = dict(type(config).attribute_map)
+        self._layer_types = getattr(config, "layer_types", None)
+
+    def unread_keys(self) -> tuple[str, ...]:
+        """Given keys that are neither read, under any of their names, nor waived (``adaptc.models.waivers``)."""
+        return tuple(key for key in _leaves(self.given) if not self._accounted(key))
+
+    def check(self) -> None:
+        """InputError naming the keys that nothing has read."""
+        unread = self.unread_keys()
+        if unread:
+            raise InputError(
+                f"nothing in the model's code reads {', '.join(map(repr, unread))} of the configuration of "
+                f"{self.name}.",
+                hint="The key is misspelt, or asks for a feature that this version of transformers doesn't implement.",
+            )
+
+    def _accounted(self, key: str) -> bool:
+        if waivers.reason(waivers.CONFIG, key):
+            return True
+        return any(self._canonical(name) in self.read or self._idle(name) for name in waivers.aliases(key))
+
+    def _idle(self, key: str) -> bool:
+        """Whether only layers of a type that the model doesn't have would read ``key``."""
+        layer_type = waivers.reason(waivers.LAYER_KEYS, key)
+        return bool(self._layer_types and layer_type and layer_type not in self._layer_types)
+
+    def _canonical(self, key: str) -> str:
+        head, dot, rest = key.partition(".")
+        return self._declared.get(head, head) + dot + rest
+
+
+class _RecordedDict(dict):
+    """A dict of a configuration that notes each key looked up in it; looking at all of them reads all of them."""
+
+    def __init__(self, content: Mapping[str, Any], path: str, read: set[str]):
+        super().__init__(content)
+        self._path, self._read = path, read
+
+    def _note(self, key: object, value: Any) -> Any:
+        path = f"{self._path}.{key}"
+        if isinstance(value, dict):
+            return _RecordedDict(value, path, self._read)
+        self._read.add(path)
+        return value
+
+    def __getitem__(self, key):
+        return self._note(key, super().__getitem__(key))
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def items(self):
+        return [(key, self[key]) for key in self]
+
+    def values(self):
+        return [self[key] for key in self]
+
+
+@contextmanager
+def recorded_reads(config: Any, given: Mapping[str, Any], name: str) -> Iterator[ConfigReads]:
+    """Records reads of ``config`` and its copies (transformers copies configurations freely) within the block."""
+    from transformers import PreTrainedConfig
+
+    prefixes: dict[type, str] = {type(config): ""}
+    for key, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            prefixes.setdefault(type(value), f"{key}.")
+    reads = ConfigReads(given, config, name)
+    original = PreTrainedConfig.__getattribute__
+
+    def recording(self, key: str):
+        value = original(self, key)
+        prefix = prefixes.get(type(self))
+        if prefix is None or key.startswith("__"):
+            return value
+        path = prefix + type(self).attribute_map.get(key, key)
+        if isinstance(value, dict) and not key.startswith("_"):
+            return _RecordedDict(value, path, reads.read)
+        reads.read.add(path)
+        return value
+
+    PreTrainedConfig.__getattribute__ = recording
+    try:
+        yield reads
+    finally:
+        PreTrainedConfig.__getattribute__ = original
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all values that aren't dicts themselves; a null says nothing, and empty dicts have no keys."""
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}"

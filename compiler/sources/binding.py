@@ -1,0 +1,113 @@
+"""Which stored tensor supplies which parameter: every tensor exactly once, every parameter, in the right shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaptc.errors import InputError
+from adaptc.models import waivers
+from adaptc.sources.tensor import SourceTensor
+
+_RULES: dict[str, Callable[[int, int], np.ndarray]] = {
+    "rope_halves": lambda rows, heads: np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1),
+}
+"""Row permutations by name: (rows, argument) → the stored row that each of the parameter's rows is.
+
+rope_halves: within each of ``heads`` heads, stored rows alternate between the two rotary halves
+(llama.cpp convert_hf_to_gguf.py, LlamaModel.permute); the parameter holds one half after the other."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How a parameter is obtained: the stored ``tensor``'s rows, permuted by ``row_permutation`` (a rule's name and
+    its argument), plus ``add``."""
+
+    tensor: str
+    row_permutation: tuple[str, int] | None = None
+    add: float = 0.0
+
+    def rows(self, count: int) -> np.ndarray | None:
+        """The stored row of each of the parameter's ``count`` rows, int64; None when rows stay where they are."""
+        if self.row_permutation is None:
+            return None
+        rule, argument = self.row_permutation
+        return _RULES[rule](count, argument)
+
+
+def bind(
+    tensors: Mapping[str, SourceTensor],
+    supplier: Callable[[str], Binding],
+    parameters: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+) -> dict[str, Binding]:
+    """Bindings of all ``parameters`` (name → shape). ``tied`` maps a parameter to the one whose storage it shares.
+
+    ``supplier`` says which tensor a parameter comes from, whether or not the file has it. InputError naming missing
+    parameters, wrong shapes, tied parameters that the file stores twice and differently, and unused tensors.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in [*parameters, *tied]:
+        groups.setdefault(tied.get(name, name), [tied.get(name, name)]).append(name)
+    bindings: dict[str, Binding] = {}
+    consumed: dict[str, str] = {}
+    missing = []
+    for owner, names in groups.items():
+        names = list(dict.fromkeys(names))
+        present = {name: binding for name in names if (binding := supplier(name)).tensor in tensors}
+        if not present:
+            missing.append(owner)
+            continue
+        _check_equal(tensors, present)
+        for name, binding in present.items():
+            if binding.tensor in consumed:
+                raise InputError(
+                    f"the tensor {binding.tensor!r} would supply both {consumed[binding.tensor]!r} and {name!r}, "
+                    "which aren't tied."
+                )
+            consumed[binding.tensor] = name
+        bindings.update(dict.fromkeys(names, next(iter(present.values()))))
+    if missing:
+        raise InputError(f"the model's files have no tensor for {_listed(missing)}.",
+                         hint="Is a file missing, or is the model of another architecture than it says?")
+    _check_shapes(tensors, bindings, parameters)
+    unused = [name for name in tensors if name not in consumed and not waivers.reason(waivers.TENSORS, name)]
+    if unused:
+        raise InputError(f"the model has no use for {_listed(unused)}, which its files hold.",
+                         hint="A model compiled without these tensors would not be the authors' model.")
+    return {name: bindings[name] for name in parameters}
+
+
+def _check_equal(tensors: Mapping[str, SourceTensor], present: Mapping[str, Binding]) -> None:
+    first, *others = present.items()
+    for name, binding in others:
+        ours, theirs = tensors[first[1].tensor], tensors[binding.tensor]
+        same_format = (ours.stored, ours.shape) == (theirs.stored, theirs.shape)
+        if not same_format or not np.array_equal(ours.raw, theirs.raw):
+            raise InputError(
+                f"the configuration ties {name!r} to {first[0]!r}, but the tensors {binding.tensor!r} and "
+                f"{first[1].tensor!r} differ.",
+                hint="Set tie_word_embeddings to false if both are meant.",
+            )
+
+
+def _check_shapes(
+    tensors: Mapping[str, SourceTensor], bindings: Mapping[str, Binding], parameters: Mapping[str, tuple[int, ...]]
+) -> None:
+    for name, shape in parameters.items():
+        tensor = tensors[bindings[name].tensor]
+        if tuple(shape) != tensor.shape:
+            raise InputError(
+                f"the parameter {name!r} has the shape {tuple(shape)}, but the tensor {tensor.name!r} in {tensor.file} "
+                f"has {tensor.shape}.",
+                hint="The configuration and the tensors don't belong together.",
+            )
+
+
+def _listed(names: Iterable[str], most: int = 5) -> str:
+    """'a', 'b' and 3 more."""
+    names = list(names)
+    shown = ", ".join(map(repr, names[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,0 +1,192 @@
+"""Models in folders as the Hugging Face hub holds them: config.json, safetensors and tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from adaptc.errors import InputError, UnsupportedError
+from adaptc.formats import FORMATS
+from adaptc.sources import text
+from adaptc.sources.binding import Binding
+from adaptc.sources.gguf_file import map_bytes
+from adaptc.sources.source import Source
+from adaptc.sources.tensor import SourceTensor, locate
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt",
+)
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+PATTERNS = ("config.json", "model*.safetensors", _INDEX, *_TEXT_FILES)
+"""Files of a hub repository that are read."""
+
+
+class HuggingFaceSource(Source):
+    """A folder with config.json and safetensors, one file or an index of several."""
+
+    kind = "huggingface"
+
+    def __init__(self, folder: Path, name: str | None = None):
+        self.folder = folder
+        self.name = name or folder.resolve().name
+        self._given = _read_json(folder / "config.json")
+        self._check_config()
+        self._shards = self._list_shards()
+        self.tensors: dict[str, SourceTensor] = {}
+        for shard, expected in self._shards.items():
+            self._add_shard(folder / shard, expected)
+
+    @cached_property
+    def config(self) -> Any:
+        from transformers import CONFIG_MAPPING, AutoConfig
+
+        kind = self._given["model_type"]
+        if kind not in CONFIG_MAPPING:
+            raise UnsupportedError(
+                f"config.json of {self.name} has the model_type {kind!r}, which the installed transformers "
+                "doesn't have.",
+                hint="Is the name right? A newer transformers may know it.",
+            )
+        try:
+            return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # validation errors of transformers share no narrower class
+            raise InputError(f"config.json of {self.name} is no valid configuration: {error}") from error
+
+    def given_config(self) -> Mapping[str, Any]:
+        return self._given
+
+    def files(self) -> tuple[Path, ...]:
+        names = ("config.json", _INDEX, *self._shards, *_TEXT_FILES)
+        return tuple(path for name in names if (path := self.folder / name).is_file())
+
+    def supplier(self, parameter: str) -> Binding:
+        return Binding(parameter)
+
+    def text(self) -> text.TextBundle:
+        """From transformers' tokenizer of the folder; empty when it has none."""
+        if not any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            return text.TextBundle()
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise InputError(f"the tokenizer of {self.name} can't be read: {error}") from error
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise UnsupportedError(
+                f"the tokenizer of {self.name} ({type(tokenizer).__name__}) isn't backed by the tokenizers library.",
+                hint="Convert it to a tokenizer.json.",
+            )
+        generation = self.folder / "generation_config.json"
+        stops = _ids(self._given, "config.json")
+        if generation.is_file():
+            stops += _ids(_read_json(generation), generation.name)
+        return text.bundle(tokenizer, stops)
+
+    def _check_config(self) -> None:
+        if not isinstance(self._given.get("model_type"), str):
+            raise InputError(f"config.json of {self.name} doesn't say its model_type.")
+        quantization = self._given.get("quantization_config") or self._given.get("compression_config")
+        if quantization:
+            method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+            raise UnsupportedError(
+                f"{self.name} is quantised by the method {method!r} (quantization_config in config.json); adaptc reads "
+                f"{', '.join(_DTYPES.values())} checkpoints and GGUF files.",
+                hint="Use the unquantised model, or a GGUF file of it.",
+            )
+
+    def _list_shards(self) -> dict[str, set[str] | None]:
+        """Weight files → the tensors that the index expects in each; None when there is no index."""
+        if (self.folder / _INDEX).is_file():
+            return self._indexed_shards()
+        if (self.folder / _WEIGHTS).is_file():
+            return {_WEIGHTS: None}
+        others = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".h5"))
+        if others:
+            raise UnsupportedError(
+                f"{self.name} has its weights in {others[0]}, which can hold code; adaptc reads safetensors.",
+                hint="Save the model again with transformers' save_pretrained.",
+            )
+        raise InputError(f"{self.name} has neither {_WEIGHTS} nor {_INDEX}.", hint="Download the folder again.")
+
+    def _indexed_shards(self) -> dict[str, set[str] | None]:
+        weight_map = _read_json(self.folder / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise InputError(f"{_INDEX} of {self.name} has no weight_map.")
+        shards: dict[str, set[str] | None] = {}
+        for tensor, shard in sorted(weight_map.items()):
+            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+                raise InputError(
+                    f"{_INDEX} of {self.name} places the tensor {tensor!r} in {shard!r}; expected the name of a "
+                    ".safetensors file in the same folder."
+                )
+            shards.setdefault(shard, set()).add(tensor)
+        for shard, tensors in shards.items():
+            if not (self.folder / shard).is_file():
+                raise InputError(
+                    f"{self.name} lacks the file {shard}, which holds {min(tensors)!r} and {len(tensors) - 1} more "
+                    "tensors.",
+                    hint="Download the folder again.",
+                )
+        return shards
+
+    def _add_shard(self, path: Path, expected: set[str] | None) -> None:
+        header, start, data = _read_safetensors(path)
+        missing = sorted((expected or set()) - set(header))
+        if missing:
+            raise InputError(f"{path.name} of {self.name} lacks the tensor {missing[0]!r} that the index places there.")
+        for name, entry in header.items():
+            if name in self.tensors:
+                raise InputError(f"the tensor {name!r} of {self.name} is in {self.tensors[name].file} and {path.name}.")
+            format = FORMATS.get(_DTYPES.get(entry["dtype"], ""))
+            found = locate(name, tuple(entry["shape"]), format, entry["dtype"], data, start + entry["data_offsets"][0],
+                           path.name)
+            if found is not None:
+                self.tensors[name] = found
+
+
+def _ids(content: Mapping[str, Any], file: str) -> list[int]:
+    """The eos_token_id of a JSON object, which may be one, several or none."""
+    stated = content.get("eos_token_id")
+    ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(isinstance(id, int) for id in ids):
+        raise InputError(f"{file} has eos_token_id = {stated!r}, expected token ids.")
+    return ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; InputError naming the file when it isn't one."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} can't be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path.name} is not valid JSON: {error}.", hint="Download the file again.") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path.name} holds {type(content).__name__}, expected an object.")
+    return content
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Any], int, Any]:
+    """Header (tensor → dtype, shape, data_offsets), where the data start, and the file's bytes, memory-mapped.
+
+    The safetensors library checks the header against the file; views are ours because it would copy each tensor.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    data = map_bytes(path)
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path.name} is damaged or incomplete: {error}.", hint="Download the file again.") from error
+    size = int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8 : 8 + size].tobytes())
+    header.pop("__metadata__", None)
+    return header, 8 + size, data

@@ -1,0 +1,93 @@
+"""What a model's files are to the rest of the compiler."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from adaptc import blocks
+from adaptc.errors import InputError
+from adaptc.formats import FORMATS, WeightFormat
+from adaptc.sources.accounting import ConfigReads, recorded_reads
+from adaptc.sources.binding import Binding, bind
+from adaptc.sources.tensor import SourceTensor, check_finite
+from adaptc.sources.text import TextBundle
+
+
+class Source(ABC):
+    """A model as published. Opening it checks the files' structure; everything else happens when it is asked for.
+
+    kind      "gguf" or "huggingface"
+    name      the file's or folder's name, or the hub id
+    tensors   the files' tensors by the files' own names
+    """
+
+    kind: str
+    name: str
+    tensors: Mapping[str, SourceTensor]
+
+    @cached_property
+    @abstractmethod
+    def config(self) -> Any:
+        """The transformers configuration. InputError or UnsupportedError when the files don't describe one."""
+
+    @abstractmethod
+    def given_config(self) -> Mapping[str, Any]:
+        """The configuration keys that the files state, as stated; what is to be accounted for."""
+
+    @abstractmethod
+    def files(self) -> tuple[Path, ...]:
+        """Every file that the model is read from."""
+
+    @abstractmethod
+    def supplier(self, parameter: str) -> Binding:
+        """Which tensor a parameter of transformers' module comes from, whether or not it exists."""
+
+    @abstractmethod
+    def text(self) -> TextBundle:
+        """Tokenizer, chat template and stop tokens."""
+
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of each file, by file name."""
+        return {path.name: _sha256(path) for path in sorted(self.files(), key=lambda path: path.name)}
+
+    def bind(self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> dict[str, Binding]:
+        """How each of a transformers module's ``parameters`` (name → shape) is obtained; see ``binding.bind``."""
+        return bind(self.tensors, self.supplier, parameters, tied)
+
+    def load(self, binding: Binding) -> tuple[WeightFormat, blocks.Codes]:
+        """A parameter's codes, rows in the parameter's order, and their format: the stored one, bit for bit, or f32
+        where the binding changes values. InputError naming the tensor when a value isn't finite."""
+        tensor = self.tensors[binding.tensor]
+        format, codes = tensor.format, tensor.codes()
+        if binding.add:
+            codes = {"codes": blocks.dequantize(format, codes) + blocks.FLOAT_DTYPES["f32"].type(binding.add)}
+            format = FORMATS["f32"]
+        check_finite(tensor, format, codes)
+        rows = binding.rows(tensor.shape[0])
+        return format, codes if rows is None else blocks.take_rows(codes, rows)
+
+    def check_finite(self, tensor: str) -> None:
+        """InputError when the tensor of that name contains NaN or infinity."""
+        self.tensors[tensor].check_finite()
+
+    @contextmanager
+    def account_config(self) -> Iterator[ConfigReads]:
+        """Records which configuration keys are read within the block: build and trace the module there, then call
+        ``check()`` on what this yields."""
+        with recorded_reads(self.config, self.given_config(), self.name) as reads:
+            yield reads
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{path} can't be read: {error.strerror or error}.") from error

@@ -1,0 +1,78 @@
+"""One tensor of a model's files: lazy, memory-mapped, in the format that the file stores it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaptc import blocks
+from adaptc.errors import InputError, UnsupportedError
+from adaptc.formats import FORMATS, WeightFormat
+from adaptc.models import waivers
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A stored tensor. ``raw`` are its bytes (uint8, usually a view of a memory map), ``file`` the file's name.
+
+    ``stored`` is the file's format; ``format`` what ``codes`` come in: the same, but f32 for vectors, which are
+    biases and norms and never operands of packed kernels.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: WeightFormat
+    raw: np.ndarray
+    file: str
+
+    @property
+    def format(self) -> WeightFormat:
+        return self.stored if len(self.shape) > 1 else FORMATS["f32"]
+
+    def codes(self) -> blocks.Codes:
+        """Unpacked codes in ``format`` (see ``adaptc.blocks``)."""
+        codes = blocks.unblock(self.stored, self.raw, self.shape)
+        if self.format == self.stored:
+            return codes
+        return {"codes": blocks.dequantize(self.stored, codes)}
+
+    def values(self) -> np.ndarray:
+        """float32 values, as the ``gguf`` package dequantises them."""
+        return blocks.dequantize(self.stored, blocks.unblock(self.stored, self.raw, self.shape))
+
+    def check_finite(self) -> None:
+        """InputError naming the tensor when a value is NaN or infinite."""
+        check_finite(self, self.format, self.codes())
+
+
+def check_finite(tensor: SourceTensor, format: WeightFormat, codes: blocks.Codes) -> None:
+    """InputError naming ``tensor`` when ``codes`` of it hold a NaN or an infinity."""
+    if not blocks.is_finite(format, codes):
+        raise InputError(
+            f"the tensor {tensor.name!r} in {tensor.file} contains NaN or infinity.", hint="The file is damaged."
+        )
+
+
+def locate(name: str, shape: tuple[int, ...], format: WeightFormat | None, dtype: str, data: np.ndarray, offset: int,
+           file: str) -> SourceTensor | None:
+    """The tensor whose bytes start at ``offset`` of ``data``; None for one that is waived and can't be read.
+
+    UnsupportedError for a dtype that adaptc has no format for; InputError when the bytes end before the tensor does.
+    """
+    if format is None:
+        if waivers.reason(waivers.TENSORS, name):
+            return None
+        raise UnsupportedError(
+            f"the tensor {name!r} in {file} is stored as {dtype}, which adaptc can't read; it reads "
+            f"{', '.join(FORMATS)}.",
+            hint="Use a file in one of these formats.",
+        )
+    size = blocks.stored_bytes(format, shape)
+    if size > len(data) - offset:
+        raise InputError(
+            f"{file} is damaged or incomplete: the tensor {name!r} takes {size} bytes from byte {offset} on and "
+            f"{len(data) - offset} are left.",
+            hint="Download the file again.",
+        )
+    return SourceTensor(name, shape, format, data[offset : offset + size], file)

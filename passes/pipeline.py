@@ -1,0 +1,180 @@
+"""The order of passes, and why each stands where it does."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from adaptc.errors import one_of
+from adaptc.ir import legality
+from adaptc.ir.module import STAGES, Program
+from adaptc.passes.base import Pass, run_pass
+from adaptc.passes.clean_up import CleanUp
+from adaptc.passes.decompose import Decompose
+from adaptc.passes.drop_unit_dims import DropUnitDims
+from adaptc.passes.fuse_add_rms_norm import FuseAddRmsNorm
+from adaptc.passes.fuse_gated_linear import FuseGatedLinear
+from adaptc.passes.group_elementwise import GroupElementwise
+from adaptc.passes.hoist_weight_math import HoistWeightMath
+from adaptc.passes.lay_out_weights import LayOutWeights
+from adaptc.passes.merge_linears import MergeLinears
+from adaptc.passes.plan_memory import PlanMemory
+from adaptc.passes.push_views import PushViews
+from adaptc.passes.quantize_activations import QuantizeActivations
+from adaptc.passes.raise_rms_norm import RaiseRmsNorm
+from adaptc.passes.raise_rope import RaiseRope
+from adaptc.passes.select_kernels import SelectKernels
+from adaptc.passes.sink_sampled_rows import SinkSampledRows
+from adaptc.passes.store_states import StoreStates
+from adaptc.passes.store_weights import StoreWeights
+from adaptc.passes.trim_signatures import TrimSignatures
+from adaptc.protocol import Codegen, OpSpec
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What the passes can be told.
+
+    weights           "auto" or a key of formats.CHOICES
+    activations       "f32" or "int8": what linear maps with integer weights multiply
+    cache             dtype of the states' rows: f32, f16 or bf16
+    page_size         tokens a page; key_block: keys that attention takes at once
+    max_context       tokens a request can have
+    max_step_tokens   tokens a step can have (T); max_sampled: rows whose logits it can give (S); max_requests: (R)
+    """
+
+    weights: str = "auto"
+    activations: str = "f32"
+    cache: str = "bf16"
+    page_size: int = 16
+    key_block: int = 32
+    max_context: int = 2048
+    max_step_tokens: int = 512
+    max_sampled: int = 64
+    max_requests: int = 64
+
+
+Stages = tuple[tuple[str, tuple[Pass, ...]], ...]
+
+
+def fusion() -> tuple[Pass, ...]:
+    """captured → fused: independent of target and options, so one fused program serves every artifact of a model."""
+    return (
+        # identities and constants first: what follows matches patterns, and has one spelling of each to match
+        CleanUp(),
+        # needs bodies as captured; before norms are raised, as (w - 1) + 1 must be w when the norm reads it
+        HoistWeightMath(),
+        CleanUp(),
+        # hoisting left arguments unused; results that are arguments go before shapes at boundaries are changed
+        TrimSignatures(),
+        # boundaries first, then the insides: views can cancel only against those that stand at the boundaries
+        DropUnitDims(),
+        PushViews(),
+        # bigger patterns are made of smaller ones: norms and rope from arithmetic, before anything groups that
+        RaiseRmsNorm(),
+        RaiseRope(),
+        # rope reads cos and sin as [T, D]: the views that gave them a head dimension move to where they cancel
+        PushViews(),
+        # takes gate and up out of the linears of one input, before the rest of these are merged
+        FuseGatedLinear(),
+        FuseAddRmsNorm(),
+        # rows before merging: sinking sees through single linears as well as merged ones, but only rows that are
+        # wanted should count when merges are judged
+        SinkSampledRows(),
+        MergeLinears(),
+        # last: whatever elementwise arithmetic no pattern has claimed
+        GroupElementwise(),
+    )
+
+
+def layout(options: PassOptions, codegen: Codegen) -> tuple[Pass, ...]:
+    """sharded → laid_out: formats, caches, and only operators that the backend has."""
+
+    def supports(spec: OpSpec) -> bool:
+        return codegen.select(spec) is not None
+
+    return (
+        # formats first: which bodies are clones, and which inputs can be quantised, follows from them
+        StoreWeights(options.weights),
+        StoreStates(options.cache, options.page_size, options.key_block, options.max_context),
+        QuantizeActivations(options.activations),
+        # when types and operands are final: what a backend supports depends on them
+        Decompose(supports),
+        # decompositions make elementwise arithmetic; grouping it again costs fewer passes over memory
+        GroupElementwise(supports),
+        # last: no operator's meaning depends on the packing order
+        LayOutWeights(codegen.name),
+    )
+
+
+def lowering(options: PassOptions, codegen: Codegen) -> tuple[Pass, ...]:
+    """laid_out → lowered: kernels, then memory, which needs the kernels' scratch sizes."""
+    return (
+        SelectKernels(codegen),
+        PlanMemory(options.max_step_tokens, options.max_sampled, options.max_requests),
+    )
+
+
+def pipeline(options: PassOptions, codegen: Codegen | None = None) -> Stages:
+    """(stage reached, passes that reach it) in order. Without a backend's codegen it ends at the sharded stage."""
+    stages: Stages = (
+        ("fused", fusion()),
+        # one device: nothing to propagate, no collectives
+        ("sharded", ()),
+    )
+    if codegen is not None:
+        stages += (("laid_out", layout(options, codegen)), ("lowered", lowering(options, codegen)))
+    return stages
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds a pass took, its checks included."""
+
+    stage: str
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program at every stage that was reached (the given one included), and what the passes took."""
+
+    programs: dict[str, Program]
+    times: tuple[PassTime, ...] = field(compare=False)
+
+    @property
+    def last(self) -> Program:
+        return list(self.programs.values())[-1]
+
+
+def lower_to(program: Program, stage: str, options: PassOptions = PassOptions(), codegen: Codegen | None = None,
+             ) -> Lowered:
+    """Takes a program from whatever stage it is in to ``stage``. The given program isn't changed; those of different
+    stages share nothing, and each is made from the printed text of the one before.
+
+    OptionError for an unknown stage, one that lies behind, or one that needs a codegen; LegalityError when a pass
+    broke a rule.
+    """
+    if stage not in STAGES:
+        raise one_of("stage", stage, STAGES)
+    legality.check(program)
+    ahead = STAGES[STAGES.index(program.stage) :]
+    reachable = [program.stage, *(s for s, _ in pipeline(options, codegen) if s in ahead[1:])]
+    if stage not in reachable:
+        raise one_of(f"stage to reach from {program.stage!r} {'with' if codegen else 'without'} a backend", stage,
+                     reachable)
+    programs, times = {program.stage: program}, []
+    current = program
+    for name, passes in pipeline(options, codegen):
+        if name not in ahead[1:] or current.stage == stage:
+            continue
+        current = current.copy()
+        for one in passes:
+            start = time.perf_counter()
+            run_pass(current, one)
+            times.append(PassTime(name, one.name, time.perf_counter() - start))
+        current.set_fact("stage", name)
+        legality.check(current)
+        programs[name] = current
+    return Lowered(programs, tuple(times))

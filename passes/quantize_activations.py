@@ -1,0 +1,77 @@
+"""Integer arithmetic for linear maps: their inputs are quantised once and shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch_mlir import ir
+
+from adaptc.errors import one_of
+from adaptc.ir.module import Program
+from adaptc.ir.rewrite import Node, nodes, remove_dead, spec
+from adaptc.ops.dense import QUANTIZABLE
+
+CHOICES = ("f32", "int8")
+GROUP = 32
+"""Columns that share one scale."""
+
+
+@dataclass(frozen=True)
+class QuantizeActivations:
+    """With "int8", one ``quantize`` for each input of linear maps whose weights have integer codes. Maps of one input
+    that were merged over integer and float weights are parted; float weights keep the float input."""
+
+    activations: str = "f32"
+    name: ClassVar[str] = "quantize_activations"
+    requires: ClassVar[tuple[str, ...]] = ("sharded", "stored")
+    ensures: ClassVar[tuple[str, ...]] = ()
+
+    def run(self, program: Program) -> None:
+        if self.activations not in CHOICES:
+            raise one_of("activation format", self.activations, CHOICES)
+        if self.activations == "f32":
+            return
+        with program.editing():
+            for function in program.functions().values():
+                for node in nodes(function):
+                    if node.name == "linears" and len({_integer(v) for v in node.operands[1:]}) == 2:
+                        _part(node)
+                made: dict[ir.Value, tuple] = {}
+                for node in nodes(function):
+                    if _fits(node):
+                        _quantize(node, made)
+                remove_dead(function)
+
+
+def _integer(weight: ir.Value) -> bool:
+    stored = spec(weight).format
+    return stored is not None and not stored.is_float
+
+
+def _fits(node: Node) -> bool:
+    """Whether all of a linear map's matrices have integer codes, and its float input divides into groups."""
+    if node.name not in QUANTIZABLE or spec(node.operands[0]).dtype != "f32":
+        return False
+    matrices = [v for v in node.operands[1:] if len(spec(v).shape) == 2]
+    return all(map(_integer, matrices)) and spec(node.operands[0]).shape[1] % GROUP == 0
+
+
+def _part(node: Node) -> None:
+    x, *weights = node.operands
+    b = node.builder()
+    results: dict[int, ir.Value] = {}
+    for kind in (True, False):
+        places = [i for i, w in enumerate(weights) if _integer(w) == kind]
+        made = b.op("linears" if len(places) > 1 else "linear", x, *(weights[i] for i in places))
+        results.update(zip(places, made if isinstance(made, tuple) else (made,)))
+    node.replace(*(results[i] for i in range(len(weights))))
+
+
+def _quantize(node: Node, made: dict[ir.Value, tuple]) -> None:
+    x, *rest = node.operands
+    b = node.builder()
+    if x not in made:
+        made[x] = b.quantize(x, group=GROUP)
+    found = b.op(node.name, *made[x], *rest, **node.attrs)
+    node.replace(*(found if isinstance(found, tuple) else (found,)))

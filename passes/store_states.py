@@ -1,0 +1,43 @@
+"""Decides how states are kept: dtype and paging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from adaptc.errors import OptionError, one_of
+from adaptc.ir import dialect
+from adaptc.ir.functions import retype
+from adaptc.ir.module import Program
+
+DTYPES = ("f32", "f16", "bf16")
+"""What rows can be kept in."""
+
+
+@dataclass(frozen=True)
+class StoreStates:
+    """Every state's contract gets the rows' dtype, tokens a page and a key block, and the pages that a request of
+    ``max_context`` tokens has."""
+
+    dtype: str = "bf16"
+    page_size: int = 16
+    key_block: int = 32
+    max_context: int = 2048
+    name: ClassVar[str] = "store_states"
+    requires: ClassVar[tuple[str, ...]] = ("sharded",)
+    ensures: ClassVar[tuple[str, ...]] = ("paged",)
+
+    def run(self, program: Program) -> None:
+        if self.dtype not in DTYPES:
+            raise one_of("cache dtype", self.dtype, DTYPES)
+        for option in ("page_size", "key_block", "max_context"):
+            if getattr(self, option) < 1:
+                raise OptionError(f"{option} is {getattr(self, option)}; it must be at least 1.")
+        pages = -(-self.max_context // self.page_size)
+        with program.editing():
+            types = {
+                name: dialect.to_type(replace(slot.spec, dtype=self.dtype, page_size=self.page_size,
+                                              key_block=self.key_block, max_pages=pages))
+                for name, slot in program.states().items()
+            }
+        retype(program, types)

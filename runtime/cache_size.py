@@ -1,0 +1,49 @@
+"""How many pages each cache group gets.
+
+Groups are sized together, so that none runs out before the others: for whole requests of ``max_context`` tokens if
+one fits, else for one request of the longest context that does.
+"""
+
+from __future__ import annotations
+
+from adaptc.errors import OptionError
+from adaptc.plan import Plan
+from adaptc.runtime.engine import group_pages
+
+
+def default_cache_bytes(plan: Plan, memory: int) -> int:
+    """Room for ``max_requests`` requests of ``max_context`` tokens, but at most a quarter of ``memory`` bytes;
+    in any case room for one."""
+    one = _bytes(plan, _pages(plan, plan.max_context))
+    return max(one, min(plan.max_requests * one, memory // 4))
+
+
+def split_pages(plan: Plan, cache_bytes: int) -> dict[str, int]:
+    """Pages by cache group that take at most ``cache_bytes`` together; no more than the plan's requests can use.
+
+    Raises OptionError when not even one page a group fits.
+    """
+    least = _bytes(plan, {group.name: 1 for group in plan.groups})
+    if cache_bytes < least:
+        raise OptionError(f"cache_bytes is {cache_bytes}; one page of each cache group takes {least} bytes.",
+                          hint=f"Give at least {_bytes(plan, _pages(plan, plan.max_context))} for one request of "
+                               f"{plan.max_context} tokens.")  # fmt: skip
+    whole = _pages(plan, plan.max_context)
+    unit = _bytes(plan, whole)
+    if cache_bytes >= unit:
+        share = min(cache_bytes, plan.max_requests * unit)
+        return {name: count * share // unit for name, count in whole.items()}
+    low, high = 1, plan.max_context  # a request of `low` tokens fits, one of `high` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _bytes(plan, _pages(plan, middle)) <= cache_bytes else (low, middle)
+    return _pages(plan, low)
+
+
+def _pages(plan: Plan, tokens: int) -> dict[str, int]:
+    return {group.name: group_pages(plan, group, tokens) for group in plan.groups}
+
+
+def _bytes(plan: Plan, pages: dict[str, int]) -> int:
+    token_bytes = {state.name: state.token_bytes() for state in plan.states}
+    return sum(pages[group.name] * plan.page_size * sum(token_bytes[s] for s in group.states) for group in plan.groups)

@@ -1,0 +1,349 @@
+"""A loaded artifact: prompts in, text and logits out."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral
+
+import numpy as np
+
+from adaptc.artifact_format import CHAT_TEMPLATE, TOKENIZER
+from adaptc.backends import launcher
+from adaptc.errors import OptionError, RequestError
+from adaptc.protocol import Executable
+from adaptc.runtime.cache_size import default_cache_bytes, split_pages
+from adaptc.runtime.engine import Engine, Event
+from adaptc.runtime.host import memory_bytes, physical_cores
+from adaptc.runtime.loader import Artifact, load_artifact
+from adaptc.runtime.sampler import Sampling, check
+from adaptc.runtime.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping]
+"""Text, token ids, or chat messages ({"role": …, "content": …})."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a prompt.
+
+    text           up to the stop string or stop token, without special tokens; "" without a tokenizer
+    token_ids      every token generated, a stop token included
+    ttft_s         seconds from the call to the first token, waiting included; None if there is none
+    tpot_s         mean seconds between tokens after the first; None with fewer than two
+    finish_reason  "stop" (stop token or string) | "length" (max_tokens or the context's end) | "abort"
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    ttft_s: float | None
+    tpot_s: float | None
+    finish_reason: str
+
+
+def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int | None = None, *,
+         page_order_seed: int | None = None) -> Session:  # fmt: skip
+    """Loads the artifact at ``path``.
+
+    threads          default: the physical cores this process may use
+    cache_bytes      total size of the page pools; default: room for as many requests of ``max_context`` tokens as
+                     the plan takes at once, but at most a quarter of the memory, and for one in any case
+    page_order_seed  hands cache pages out in random order, for tests
+
+    Raises ArtifactError for a damaged artifact or one that this machine can't run, OptionError for bad options.
+    """
+    if threads is not None:
+        check("threads", threads, Integral, "an integer ≥ 1", lambda v: v >= 1)
+    if cache_bytes is not None:
+        check("cache_bytes", cache_bytes, Integral, "an integer ≥ 1", lambda v: v >= 1)
+    artifact = load_artifact(path)
+    plan = artifact.plan
+    pages = split_pages(plan, cache_bytes or default_cache_bytes(plan, memory_bytes()))
+    backend = launcher(plan.backend)
+    backend.check_host(plan)
+    executable = backend.load(plan, artifact.objects, artifact.weights, threads=threads or physical_cores(), pages=pages)
+    return Session(artifact, executable, pages, page_order_seed=page_order_seed)
+
+
+class Session:
+    """A loaded model. Threads may share it: their requests run in the same steps."""
+
+    def __init__(self, artifact: Artifact, executable: Executable, pages: Mapping[str, int], *,
+                 page_order_seed: int | None = None):  # fmt: skip
+        self.artifact, self.plan, self.manifest = artifact, artifact.plan, artifact.manifest
+        self.executable = executable
+        self.engine = Engine(artifact.plan, executable, pages, page_order_seed=page_order_seed)
+        self._lock = threading.RLock()
+        self._live: dict[int, _Generation] = {}
+        self._closed = False
+
+    def generate(self, prompt: Prompt | Sequence[Prompt], max_tokens: int = 256, *, temperature: float = 0.0,
+                 top_k: int = 0, top_p: float = 1.0, seed: int | None = None, stop: str | Sequence[str] = (),
+                 stop_token_ids: Sequence[int] = (), ignore_eos: bool = False) -> Result | list[Result]:  # fmt: skip
+        """Continues one prompt, or each of a list of prompts (then returns a list), and waits for the end.
+
+        Text is tokenised as it is; chat messages go through the model's chat template. ``seed`` None draws a new one;
+        with a seed every prompt gives what it gives alone. ``ignore_eos`` goes on past the model's own stop tokens,
+        not past ``stop_token_ids``. Raises RequestError for a prompt that can't be served, OptionError for options.
+        """
+        many = _is_batch(prompt)
+        options = _options(max_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, ignore_eos)
+        with self._generations(prompt if many else [prompt], options, numbered=many) as generations:
+            while any(g.finish is None for g in generations):
+                self._pump()
+        results = [g.result() for g in generations]
+        return results if many else results[0]
+
+    def stream(self, prompt: Prompt, max_tokens: int = 256, *, temperature: float = 0.0, top_k: int = 0,
+               top_p: float = 1.0, seed: int | None = None, stop: str | Sequence[str] = (),
+               stop_token_ids: Sequence[int] = (), ignore_eos: bool = False) -> Stream:  # fmt: skip
+        """Like ``generate`` for one prompt, but gives the text in pieces as it comes."""
+        if _is_batch(prompt):
+            raise RequestError("stream takes one prompt, got a list of prompts.", hint="Start one stream for each.")
+        options = _options(max_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, ignore_eos)
+        return Stream(self, prompt, options)
+
+    def score(self, token_ids: Sequence[int] | np.ndarray, start: int = 0, chunk: int | None = None) -> np.ndarray:
+        """Logits f32[len(token_ids) - start, vocabulary] at positions ``start`` …, through the caches that generation
+        uses. ``chunk`` tokens a step: None = as many as a step takes, 1 = the decode path."""
+        self._check_open()
+        check("start", start, Integral, "an integer ≥ 0", lambda v: v >= 0)
+        logits = np.empty((max(0, len(token_ids) - start), self.plan.vocabulary), np.float32)
+        with self._lock:
+            request = self.engine.score(token_ids, logits, start=start, chunk=chunk)
+            generation = self._live[request] = _Generation(None, ())
+        try:
+            while generation.finish is None:
+                self._pump()
+        finally:
+            self._drop(request)
+        return logits
+
+    def encode(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
+        """The token ids that a prompt stands for."""
+        if isinstance(prompt, str):
+            return self._need(self.tokenizer, "text needs a tokenizer").encode(prompt)
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            template = self._need(self.chat_template, "chat messages need a chat template")
+            return self._need(self.tokenizer, "text needs a tokenizer").encode(template.render(prompt))
+        return prompt
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, read when first needed (a large vocabulary takes a second)."""
+        data = self.artifact.read(TOKENIZER)
+        return None if data is None else Tokenizer(data, self.artifact.text_info)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        source = self.artifact.read(CHAT_TEMPLATE)
+        return None if source is None else ChatTemplate(source.decode(), self.artifact.text_info.special_tokens)
+
+    def poison_free_pages(self) -> None:
+        """Fills all free cache pages with NaN, for tests."""
+        with self._lock:
+            self.engine.poison_free_pages()
+
+    def close(self) -> None:
+        """Aborts what runs and releases threads and memory. Closing twice is closing once."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for request in list(self._live):
+                    self._drop(request)
+                self.executable.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    # ---- requests in flight ------------------------------------------------------------------------------------
+
+    def _need(self, part, why: str):
+        if part is None:
+            raise RequestError(f"The artifact {self.artifact.path} can't take this prompt: {why} and it has none.",
+                               hint="Give token ids.")  # fmt: skip
+        return part
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("The session is closed.", hint="Load the artifact again.")
+
+    @contextmanager
+    def _generations(self, prompts: Sequence[Prompt], options: _Options, *, numbered: bool = False
+                     ) -> Iterator[list[_Generation]]:  # fmt: skip
+        """Starts a generation for each prompt; whatever ends the block, their pages are free after it."""
+        self._check_open()
+        stop_ids = set(options.stop_ids) | (set() if options.ignore_eos else set(self.artifact.text_info.stop_ids))
+        requests: list[int] = []
+        generations: list[_Generation] = []
+        try:
+            for i, prompt in enumerate(prompts):
+                generation = _Generation(self.tokenizer, options.stop)
+                try:
+                    ids = self.encode(prompt)
+                    with self._lock:
+                        request = self.engine.add(ids, max_tokens=options.max_tokens, sampling=options.sampling,
+                                                  stop_ids=stop_ids)  # fmt: skip
+                        requests.append(request)
+                        self._live[request] = generation
+                except RequestError as error:
+                    if not numbered:
+                        raise
+                    raise RequestError(f"Prompt {i}: {error.message}", hint=error.hint) from error
+                generations.append(generation)
+            yield generations
+        finally:
+            for request in requests:
+                self._drop(request)
+
+    def _drop(self, request: int) -> None:
+        """Forgets a request and, if it still runs, aborts it."""
+        with self._lock:
+            generation = self._live.pop(request, None)
+            self.engine.abort(request)
+            if generation is not None:
+                generation.end("abort")
+
+    def _pump(self) -> None:
+        """One step of the engine; its events go to whom they belong, also to other streams and threads."""
+        with self._lock:
+            self._check_open()
+            for event in self.engine.step():
+                generation = self._live.get(event.request)
+                if generation is not None:
+                    generation.push(event)
+                    if generation.finish is not None and event.finish is None:  # a stop string: the engine knows none
+                        self.engine.abort(event.request)
+
+
+class _Generation:
+    """One prompt's way from tokens to text."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
+        self.started = time.perf_counter()
+        self.first = self.last = None
+        self.tokens: list[int] = []
+        self.pieces: deque[str] = deque()
+        self.text: list[str] = []
+        self.finish: str | None = None
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._stop = StopStrings(stop)
+
+    def push(self, event: Event) -> None:
+        if event.token is not None and self.finish is None:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+            self.tokens.append(event.token)
+            if self._detokenizer is not None and event.finish != "stop":
+                self._give(self._stop.push(self._detokenizer.push(event.token)))
+        if self._stop.found:
+            self.end("stop")
+        elif event.finish is not None:
+            self.end(event.finish)
+
+    def end(self, finish: str) -> None:
+        if self.finish is None:
+            if self._detokenizer is not None:
+                self._give(self._stop.push(self._detokenizer.flush()))
+                self._give(self._stop.flush())
+            self.finish = "stop" if self._stop.found else finish
+
+    def _give(self, piece: str) -> None:
+        if piece:
+            self.pieces.append(piece)
+            self.text.append(piece)
+
+    def result(self) -> Result:
+        gaps = len(self.tokens) - 1
+        return Result(
+            text="".join(self.text),
+            token_ids=tuple(self.tokens),
+            ttft_s=None if self.first is None else self.first - self.started,
+            tpot_s=(self.last - self.first) / gaps if gaps > 0 else None,
+            finish_reason=self.finish or "abort",
+        )
+
+
+class Stream(Iterator[str]):
+    """Pieces of text as they come; ``result`` holds everything when they have ended. Closing it early aborts."""
+
+    def __init__(self, session: Session, prompt: Prompt, options: _Options):
+        self.result: Result | None = None
+        self._pieces = self._run(session, prompt, options)
+        next(self._pieces)  # starts the request now, so that errors are raised here and streams run side by side
+
+    def _run(self, session: Session, prompt: Prompt, options: _Options) -> Iterator[str]:
+        generations: list[_Generation] = []
+        try:
+            with session._generations([prompt], options) as generations:
+                yield ""
+                (generation,) = generations
+                while generation.pieces or generation.finish is None:
+                    if generation.pieces:
+                        yield generation.pieces.popleft()
+                    else:
+                        session._pump()
+        finally:
+            if generations:
+                self.result = generations[0].result()
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends the generation now and frees its pages; ``result`` then says "abort"."""
+        self._pieces.close()
+
+
+# ---- options and prompts ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    ignore_eos: bool
+
+
+def _options(max_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, ignore_eos) -> _Options:
+    check("max_tokens", max_tokens, Integral, "an integer ≥ 1", lambda v: v >= 1)
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stop:
+        check("stop", text, str, "a string or a list of strings, none of them empty", bool)
+    for token in stop_token_ids:
+        check("stop_token_ids", token, Integral, "a list of token ids", lambda v: v >= 0)
+    if not isinstance(ignore_eos, bool):
+        raise OptionError(f"ignore_eos must be True or False, got {ignore_eos!r}.")
+    sampling = Sampling(temperature, top_k, top_p, secrets.randbits(64) if seed is None else seed)
+    return _Options(max_tokens, sampling, stop, tuple(map(int, stop_token_ids)), ignore_eos)
+
+
+def _is_batch(prompt) -> bool:
+    """Whether ``prompt`` is a list of prompts. Raises RequestError for what is neither a prompt nor a list of them."""
+    if isinstance(prompt, str) or (isinstance(prompt, np.ndarray) and prompt.ndim == 1):
+        return False
+    if not isinstance(prompt, (list, tuple, np.ndarray)):
+        raise RequestError(f"A prompt is text, a list of token ids or a list of chat messages, got {type(prompt)}.")
+    kinds = {_kind(item) for item in prompt}
+    if len(kinds) > 1 or "other" in kinds:
+        raise RequestError("A prompt is text, a list of token ids or a list of chat messages; a list of prompts holds "
+                           "prompts of one kind. Got " + ", ".join(sorted({type(i).__name__ for i in prompt})) + ".")  # fmt: skip
+    return kinds in ({"text"}, {"list"})
+
+
+def _kind(item) -> str:
+    table = ((str, "text"), (bool, "other"), (Integral, "token"), (Mapping, "message"),
+             ((list, tuple, np.ndarray), "list"))  # fmt: skip
+    return next((name for kind, name in table if isinstance(item, kind)), "other")

@@ -1,0 +1,170 @@
+"""A tiny causal model in numpy behind the backend protocol, and artifacts of it: the runtime without a compiler.
+
+Each layer appends its token's row to its paged state through the block table and then adds up the visible rows as
+stored, key by key in order of position, so a wrong page, a stale row, a missed window or a NaN shows in the logits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaptc.artifact import ArtifactContents, Weight
+from adaptc.artifact_format import TextInfo
+from adaptc.plan import Buffer, CacheGroup, Kernel, Plan, State, StatePart, Symbol
+
+VOCABULARY, WIDTH, HEADS = 40, 4, 2
+DTYPES = {"f32": np.float32, "f16": np.float16}
+
+
+def plan(*, page_size=4, windows=(0, 5), max_context=48, max_step_tokens=8, max_requests=4, max_rows=4, layers=2) -> Plan:
+    """One cache group a window, ``layers`` states in each."""
+    groups, states = [], []
+    for i, window in enumerate(windows):
+        names = tuple(f"layer{i}.{j}" for j in range(layers))
+        groups.append(CacheGroup(f"group{i}", window, names, -(-max_context // page_size)))
+        parts = (StatePart("k", HEADS, WIDTH), StatePart("v", HEADS, WIDTH))
+        states += [State(name, "rows", f"group{i}", "f16", window, parts) for name in names]
+    embedding = VOCABULARY * HEADS * WIDTH * 4
+    buffers = [
+        Buffer("tokens", "input", "i32", ("T",), 4 * max_step_tokens),
+        Buffer("positions", "input", "i32", ("T",), 4 * max_step_tokens),
+        Buffer("requests", "input", "i32", ("T",), 4 * max_step_tokens),
+        Buffer("sampled", "input", "i32", ("S",), 4 * max_rows),
+        Buffer("logits", "output", "f32", ("S", VOCABULARY), 4 * max_rows * VOCABULARY),
+        Buffer("embedding", "weight", "f32", (VOCABULARY, HEADS * WIDTH), embedding, source="embedding"),
+    ]
+    return Plan(
+        target="cpu", level="x86-64-v3", backend="fake", vocabulary=VOCABULARY, max_context=max_context,
+        max_step_tokens=max_step_tokens, max_requests=max_requests, page_size=page_size, key_block=4, arena_bytes=0,
+        symbols=(Symbol("T", max_step_tokens), Symbol("R", max_requests), Symbol("S", max_rows)),
+        buffers=tuple(buffers), kernels=(Kernel("step", "fake.o", ()),), states=tuple(states), groups=tuple(groups),
+        segments=(), outputs={"logits": "logits"},
+        inputs={"tokens": "tokens", "positions": "positions", "requests": "requests", "sampled": "sampled",
+                **{f"pages:{g.name}": f"pages:{g.name}" for g in groups}},
+    )  # fmt: skip
+
+
+def embedding(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((VOCABULARY, HEADS * WIDTH)).astype(np.float32)
+
+
+def contents(plan_: Plan, *, seed: int = 0, **changes) -> ArtifactContents:
+    raw = embedding(seed).tobytes()
+    values = dict(
+        model="fake", plan=plan_, captured="module {}\n", laid_out="module { }\n", objects={"fake.o": b"\x7fELFcode"},
+        weights=[Weight("embedding", len(raw), lambda: raw), Weight("another", 100, lambda: bytes(range(100)))],
+        text=TextInfo(stop_ids=(39,)), sources={"model.gguf": "ab" * 32}, tensors={"token_embd": "cd" * 32},
+    )  # fmt: skip
+    return ArtifactContents(**{**values, **changes})
+
+
+class FakeExecutable:
+    """See adaptc.protocol.Executable. ``fail`` (a callable given the step's number) may raise in mid-step."""
+
+    def __init__(self, plan_: Plan, weights, pages):
+        self.plan, self.pages, self.closed, self.steps, self.fail = plan_, pages, False, [], lambda step: None
+        self.embedding = np.frombuffer(weights["embedding"], np.float32)[: VOCABULARY * HEADS * WIDTH]
+        self.embedding = self.embedding.reshape(VOCABULARY, HEADS * WIDTH)
+        limit = {s.name: s.max for s in plan_.symbols}
+        self._inputs = {"tokens": np.zeros(limit["T"], np.int32), "positions": np.zeros(limit["T"], np.int32),
+                        "requests": np.zeros(limit["T"], np.int32), "sampled": np.zeros(limit["S"], np.int32)}  # fmt: skip
+        for g in plan_.groups:
+            self._inputs[f"pages:{g.name}"] = np.full((limit["R"], g.max_pages), -7, np.int32)
+        self._logits = np.zeros((limit["S"], plan_.vocabulary), np.float32)
+        self._states = {s.name: np.full((pages[s.group], s.token_bytes() * plan_.page_size), 0xFF, np.uint8)
+                        for s in plan_.states}  # fmt: skip
+
+    def inputs(self, role):
+        return self._inputs[role]
+
+    def outputs(self, role):
+        assert role == "logits"
+        return self._logits
+
+    def state(self, name):
+        return self._states[name]
+
+    def close(self):
+        self.closed = True
+
+    def run(self, symbols, *, stop_after=None, times=False):
+        assert not self.closed
+        T, R, S = symbols["T"], symbols["R"], symbols["S"]
+        assert 0 < T <= len(self._inputs["tokens"]) and 0 < R <= self.plan.max_requests and S <= len(self._logits)
+        self.steps.append((T, R, S))
+        tokens, positions, requests = (self._inputs[k][:T] for k in ("tokens", "positions", "requests"))
+        assert requests.min() >= 0 and requests.max() == R - 1
+        x = self.embedding[tokens] + 0.01 * positions[:, None].astype(np.float32)
+        for i, state in enumerate(self.plan.states):
+            x = self._layer(state, x.astype(np.float32), positions, requests)
+            if i == 0:
+                self.fail(len(self.steps))
+        for s, row in enumerate(self._inputs["sampled"][:S]):
+            assert 0 <= row < T
+            self._logits[s] = (x[row] * self.embedding).sum(-1) * 3
+        self._logits[S:] = np.nan
+
+    def _layer(self, state, x, positions, requests):
+        page_size = self.plan.page_size
+        pool = self._states[state.name].view(DTYPES[state.dtype]).reshape(-1, 2, HEADS, page_size, WIDTH)
+        table = self._inputs[f"pages:{state.group}"]
+
+        def page(request, position):
+            entry = table[request, position // page_size]
+            assert 0 <= entry < len(pool), f"entry {entry} for position {position}"
+            return entry
+
+        rows = x.reshape(-1, HEADS, WIDTH)
+        for t, (p, r) in enumerate(zip(positions, requests)):
+            pool[page(r, p), 0, :, p % page_size] = np.tanh(rows[t])
+            pool[page(r, p), 1, :, p % page_size] = rows[t] * 0.5
+        out = np.empty_like(rows)
+        for t, (p, r) in enumerate(zip(positions, requests)):
+            total, weight = np.zeros((HEADS, WIDTH), np.float32), np.zeros((HEADS, 1), np.float32)
+            for q in range(max(0, p - state.window + 1) if state.window else 0, p + 1):
+                key, value = pool[page(r, q), :, :, q % page_size].astype(np.float32)
+                score = np.exp((rows[t] * key).sum(-1, keepdims=True) * np.float32(0.3))
+                total, weight = total + score * value, weight + score
+            out[t] = np.tanh(rows[t] + total / weight)
+        return out.reshape(len(x), -1)
+
+
+class FakeLauncher:
+    name = "fake"
+
+    def __init__(self):
+        self.loaded = []
+
+    def check_host(self, plan_):
+        pass
+
+    def load(self, plan_, objects, weights, *, threads, pages):
+        assert objects == {"fake.o": b"\x7fELFcode"}
+        self.loaded.append((threads, dict(pages)))
+        return FakeExecutable(plan_, weights, pages)
+
+
+def plain(tokens, plan_: Plan, seed: int = 0) -> np.ndarray:
+    """Logits [T, vocabulary] of the same model without pages, chunks or batches: rows in plain lists."""
+    table = embedding(seed)
+    x = table[np.asarray(tokens)] + 0.01 * np.arange(len(tokens), dtype=np.float32)[:, None]
+    for state in plan_.states:
+        rows = x.astype(np.float32).reshape(-1, HEADS, WIDTH)
+        keys = np.tanh(rows).astype(DTYPES[state.dtype]).astype(np.float32)
+        values = (rows * 0.5).astype(DTYPES[state.dtype]).astype(np.float32)
+        out = np.empty_like(rows)
+        for p in range(len(rows)):
+            total, weight = np.zeros((HEADS, WIDTH), np.float32), np.zeros((HEADS, 1), np.float32)
+            for q in range(max(0, p - state.window + 1) if state.window else 0, p + 1):
+                score = np.exp((rows[p] * keys[q]).sum(-1, keepdims=True) * np.float32(0.3))
+                total, weight = total + score * values[q], weight + score
+            out[p] = np.tanh(rows[p] + total / weight)
+        x = out.reshape(len(x), -1)
+    return np.stack([(row * table).sum(-1) * 3 for row in x])
+
+
+def greedy(prompt, count, plan_: Plan, seed: int = 0) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(plain(tokens, plan_, seed)[-1].argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,158 @@
+"""The whole chain on tiny real models: numbers, reproducibility, every stage, every option."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import adaptc
+import tiny_gguf
+import tiny_models
+from adaptc import driver
+from adaptc.ir.module import STAGES
+
+FAMILIES = ("llama", "gemma3_text")
+
+
+def same(a: Path, b: Path) -> bool:
+    names = lambda root: sorted(p.relative_to(root) for p in root.rglob("*") if p.is_file())  # noqa: E731
+    return names(a) == names(b) and not filecmp.cmpfiles(a, b, [str(n) for n in names(a)], shallow=False)[1]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory) -> Path:
+    return tiny_models.write(tmp_path_factory.mktemp(request.param) / "model", request.param)
+
+
+@pytest.fixture(scope="module")
+def artifact(model) -> Path:
+    out = model.parent / "whole.adapt"
+    adaptc.compile(model, "cpu", output=out, page_size=4, max_step_tokens=32)
+    return out
+
+
+def reference_logits(model: Path, tokens: list[int]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return module(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+
+
+def tokens_of(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(10, tiny_models.VOCABULARY, count).tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 33, 100])
+def test_logits_agree_with_the_authors_model(model, artifact, count):
+    tokens = tokens_of(count)
+    expected = reference_logits(model, tokens)
+    with adaptc.load(artifact, threads=1) as session:
+        for chunk in (None, 1, 5):
+            assert np.abs(session.score(tokens, chunk=chunk) - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("options", [
+    {"weights": "bf16"}, {"weights": "int8", "kv": "bf16"}, {"weights": "int4", "kv": "f16"}, {"activations": "int8"},
+    {"weights": "int8", "activations": "int8"}, {"page_size": 7}, {"max_context": 50, "max_requests": 2},
+])
+def test_options(model, tmp_path, options):
+    """Each option works, changes numbers no more than it says, and keeps the equivalences."""
+    tokens = tokens_of(40)
+    expected = reference_logits(model, tokens)
+    report = adaptc.compile(model, "cpu", output=tmp_path / "a.adapt", **options)
+    with adaptc.load(tmp_path / "a.adapt", threads=2) as session:
+        logits = session.score(tokens)
+        assert np.array_equal(session.score(tokens, chunk=3), logits)
+        exact = set(options) <= {"page_size", "max_context", "max_requests"}
+        error = np.abs(logits - expected).max() / np.abs(expected).max()
+        assert error < (1e-4 if exact else 0.35)
+        assert bool(report.conversion_errors) == (options.get("weights", "auto") != "auto")
+        assert session.manifest["options"]["weights"] == options.get("weights", "auto")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_gives_the_same_artifact(model, artifact, tmp_path, stage):
+    text = driver.stage_text(model, stage, "cpu", page_size=4, max_step_tokens=32)
+    (tmp_path / "stage.mlir").write_text(text)
+    adaptc.compile(model, "cpu", output=tmp_path / "again.adapt", from_ir=tmp_path / "stage.mlir", page_size=4,
+                   max_step_tokens=32)
+    assert same(artifact, tmp_path / "again.adapt")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_runs_on_the_reference_backend(model, stage):
+    from adaptc.backends.reference.interpreter import Reference
+    from adaptc.ir.module import Program
+    from adaptc.sources import open_source
+    from adaptc.weights import parameter
+
+    program = Program.parse(driver.stage_text(model, stage, "cpu", page_size=4))
+    weights, source = program.weights(), open_source(model)
+    tokens = tokens_of(20)
+    expected = reference_logits(model, tokens)
+    for chunk in (None, 6):
+        logits = Reference(program, lambda name: parameter(source, weights[name])).score(tokens, chunk)
+        assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_same_bytes_in_other_processes(model, artifact, tmp_path):
+    """Other hash seeds, worker counts and working directories; an empty kernel cache."""
+    code = ("import adaptc, sys; adaptc.compile(sys.argv[1], 'cpu', output=sys.argv[2], page_size=4, "
+            "max_step_tokens=32, workers=int(sys.argv[3]))")
+    for seed, workers in (("1", "1"), ("2", "2")):
+        out = tmp_path / f"{seed}.adapt"
+        where = tmp_path / f"cwd{seed}"
+        where.mkdir()
+        env = os.environ | {"PYTHONHASHSEED": seed, "ADAPTC_CACHE": str(tmp_path / f"cache{seed}")}
+        subprocess.run([sys.executable, "-c", code, model, out, workers], check=True, cwd=where, env=env)
+        assert same(artifact, out)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_gguf_in_every_format(tmp_path, architecture):
+    """A GGUF whose tensors cycle through all formats, against transformers on the same file."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = tiny_gguf.write(tmp_path / "tiny.gguf", architecture)
+    report = adaptc.compile(path, "cpu", output=tmp_path / "g.adapt")
+    assert not report.conversion_errors
+    tokens = np.random.default_rng(1).integers(3, tiny_gguf.VOCABULARY, 30).tolist()
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = module(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    with adaptc.load(tmp_path / "g.adapt", threads=1) as session:
+        assert np.abs(session.score(tokens) - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_report_says_what_was_done(model, tmp_path):
+    from adaptc.report import compile_text
+
+    report = adaptc.compile(model, "cpu", output=tmp_path / "r.adapt", weights="int8")
+    assert {r.tokens for r in report.profile} >= {1} and all(r.bound in ("compute", "bandwidth") for r in report.profile)
+    assert {r.status for r in report.coverage} == {"mapped"}
+    assert sum(report.bodies.values()) >= 3
+    assert all(0 < e < 0.02 for e in report.conversion_errors.values())
+    text = compile_text(report)
+    assert "attention" in text and "bandwidth" in text and "Time" in text
+
+
+def test_goldens_travel_in_the_artifact(model, tmp_path):
+    from adaptc import golden
+
+    golden.record(str(model), tmp_path / "g.safetensors", prompts=("Hello", "abc"), steps=4)
+    adaptc.compile(model, "cpu", output=tmp_path / "a.adapt", goldens=tmp_path / "g.safetensors")
+    stored = tmp_path / "a.adapt" / "goldens.safetensors"
+    assert stored.read_bytes() == (tmp_path / "g.safetensors").read_bytes()
+    with pytest.raises(adaptc.errors.InputError, match="golden"):
+        (tmp_path / "bad.safetensors").write_bytes(b"not goldens")
+        adaptc.compile(model, "cpu", output=tmp_path / "b.adapt", goldens=tmp_path / "bad.safetensors")
+    assert not (tmp_path / "b.adapt").exists()

@@ -1,0 +1,212 @@
+"""Paged attention on the cpu: against float64 formulas, and its bit-for-bit laws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from adaptc.backends.cpu.kernels import attention
+from adaptc.protocol import OpSpec, StateSpec, TensorSpec
+from cpu_kernel import run
+
+STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values as they come back from the cache."""
+    if dtype == "bf16":
+        bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+    return x.astype(STORED[dtype]).astype(np.float32)
+
+
+def formula(q, k, v, positions, scaling, window, softcap):
+    """softmax(q·kᵀ) v of one request in float64: q [t,H,D] at ``positions``, k [P,Hkv,D], v [P,Hkv,Dv]."""
+    out = np.empty((*q.shape[:2], v.shape[2]))
+    for t, p in enumerate(positions):
+        lo = max(0, p - window + 1) if window else 0
+        for h in range(q.shape[1]):
+            kv = h // (q.shape[1] // k.shape[1])
+            s = k[lo : p + 1, kv].astype(np.float64) @ q[t, h].astype(np.float64) * scaling
+            s = softcap * np.tanh(s / softcap) if softcap else s
+            w = np.exp(s - s.max())
+            out[t, h] = w @ v[lo : p + 1, kv].astype(np.float64) / w.sum()
+    return out
+
+
+class Cache:
+    """Pools of NaN, in which requests get pages in random order; feeds steps to the kernels."""
+
+    def __init__(self, heads=4, kv_heads=2, width=16, value_width=16, dtype="f16", window=0, softcap=0.0, page_size=8,
+                 key_block=16, lengths=(40,), seed=0, scale=1.0):
+        rng = np.random.default_rng(seed)
+        self.lengths, self.dtype, self.width = lengths, dtype, width
+        self.data = [
+            tuple(
+                (scale * rng.standard_normal((n, h, d))).astype(np.float32)
+                for h, d in ((heads, width), (kv_heads, width), (kv_heads, value_width))
+            )
+            for n in lengths
+        ]
+        self.scaling, self.window, self.softcap = width**-0.5, window, softcap
+        needed = [-(-n // page_size) for n in lengths]
+        max_pages = max(needed) + 2
+        page = kv_heads * page_size * (width + value_width)
+        self.pool = np.full((sum(needed) + 3, page), np.nan, np.float32)
+        self.pool = self.pool.astype(STORED[dtype]) if dtype != "bf16" else np.full(self.pool.shape, 0x7FC0, np.uint16)
+        order = list(np.random.default_rng(seed + 99).permutation(len(self.pool)))
+        self.table = np.full((len(lengths), max_pages), -1, np.int32)
+        for r, count in enumerate(needed):
+            self.table[r, :count] = [order.pop() for _ in range(count)]
+        state = StateSpec((("k", kv_heads, width), ("v", kv_heads, value_width)), dtype, window, page_size, key_block,
+                          max_pages)
+        shapes = ((heads, width), (kv_heads, width), (kv_heads, value_width))
+        self.spec = OpSpec(
+            "attention",
+            (*(TensorSpec("f32", ("T", *s)) for s in shapes), *(TensorSpec("i32", ("T",)),) * 2, state),
+            (TensorSpec("f32", ("T", heads, value_width)),),
+            {"scaling": self.scaling, "window": window, "softcap": softcap},
+        )
+        self.page_size = page_size
+
+    def step(self, rows, threads=1, rename=None):
+        """One step over ``rows``: (request, position) of each token. ``rename`` maps requests to block table rows."""
+        rename = rename or {r: r for r in range(len(self.lengths))}
+        parts = [np.stack([self.data[r][i][p] for r, p in rows]) for i in range(3)]
+        where = np.array([p for _, p in rows], np.int32), np.array([rename[r] for r, _ in rows], np.int32)
+        inverse = {new: old for old, new in rename.items()}
+        table = np.ascontiguousarray(self.table[[inverse[i] for i in range(len(inverse))]])
+        symbols = (len(rows), len(table), 1)
+        return run(attention, self.spec, (*parts, *where, (self.pool, table)), symbols, threads)[0]
+
+    def expected(self, request, positions):
+        q, k, v = self.data[request]
+        return formula(q[positions], rounded(k, self.dtype), rounded(v, self.dtype), positions, self.scaling,
+                       self.window, self.softcap)
+
+    def drop(self, request, below):
+        """Overwrites with NaN the rows of positions under ``below``, as a page that was given back and reused; whole
+        pages leave the block table."""
+        nan = 0x7FC0 if self.dtype == "bf16" else np.nan
+        state = self.spec.operands[5]
+        for position in range(below):
+            if self.table[request, position // self.page_size] < 0:
+                continue
+            page, slot = self.pool[self.table[request, position // self.page_size]], position % self.page_size
+            at = 0
+            for _, heads, width in state.parts:
+                view = page[at : at + heads * self.page_size * width].reshape(heads, self.page_size, width)
+                view[:, slot] = nan
+                at += view.size
+        self.table[request, : below // self.page_size] = -1
+
+
+def everything(cache):
+    return [(r, p) for r, n in enumerate(cache.lengths) for p in range(n)]
+
+
+def check(cache, result, rows, tolerance=2e-6):
+    for r in range(len(cache.lengths)):
+        at = [i for i, (request, _) in enumerate(rows) if request == r]
+        want = cache.expected(r, [rows[i][1] for i in at])
+        assert np.abs(result[at] - want).max() < tolerance * np.abs(want).max(), (r, np.abs(result[at] - want).max())
+
+
+@pytest.mark.parametrize(
+    "page_size, dtype",
+    [(1, "f16"), (3, "f16"), (8, "f16"), (16, "f16"), (64, "f16"), (3, "f32"), (16, "f32"), (3, "bf16"), (16, "bf16")],
+)
+def test_formula_over_page_sizes_and_dtypes(page_size, dtype):
+    cache = Cache(page_size=page_size, dtype=dtype, lengths=(50, 1, 17))
+    rows = everything(cache)
+    check(cache, cache.step(rows), rows)
+
+
+@pytest.mark.parametrize("window, page_size", [(1, 3), (5, 16), (16, 3), (17, 16), (100, 16)])
+def test_windows(window, page_size):
+    cache = Cache(window=window, page_size=page_size, lengths=(60, 33))
+    rows = everything(cache)
+    check(cache, cache.step(rows), rows)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, width, value_width, key_block",
+    [(1, 1, 8, 8, 8), (9, 3, 64, 64, 32), (8, 1, 24, 40, 8), (3, 3, 80, 16, 32), (40, 1, 16, 8, 16), (5, 1, 8, 48, 16)],
+)
+def test_shapes(heads, kv_heads, width, value_width, key_block):
+    cache = Cache(heads, kv_heads, width, value_width, key_block=key_block, lengths=(45, 4))
+    rows = everything(cache)
+    check(cache, cache.step(rows), rows)
+
+
+def test_softcap():
+    cache = Cache(softcap=3.0, scale=2.0, lengths=(40,))
+    rows = everything(cache)
+    check(cache, cache.step(rows), rows)
+    uncapped = Cache(scale=2.0, lengths=(40,))
+    assert np.abs(uncapped.step(rows) - cache.step(rows)).max() > 0.01
+
+
+def test_large_scores_neither_overflow_nor_underflow():
+    cache = Cache(scale=12.0, dtype="f32", lengths=(50,))
+    rows = everything(cache)
+    check(cache, cache.step(rows), rows, 2e-5)
+
+
+@pytest.mark.parametrize("window", [0, 11])
+@pytest.mark.parametrize("page_size", [3, 16])
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_bits_over_threads_chunks_and_batches(window, page_size, threads):
+    make = lambda: Cache(9, 3, 16, 24, window=window, page_size=page_size, lengths=(53, 7, 30))
+    rows = everything(make())
+    want = dict(zip(rows, make().step(rows)))
+
+    def same(rows, result):
+        assert all(np.array_equal(row, want[key]) for key, row in zip(rows, result))
+
+    same(rows, make().step(rows, threads))
+    chunked, stale = make(), 0
+    for start in range(0, 53, 10):  # request 0 in chunks, with rows that left the window overwritten by NaN
+        part = [(0, p) for p in range(start, min(start + 10, 53))]
+        same(part, chunked.step(part, threads))
+        stale = max(0, start + 10 - window + 1) if window else 0
+        chunked.drop(0, min(stale, 53))
+    alone = make()
+    for key in [(1, p) for p in range(7)]:  # token by token
+        same([key], alone.step([key], threads))
+    mixed = make()
+    mixed.step([(0, p) for p in range(40)] + [(2, p) for p in range(29)])
+    # decode and prefill in one step, requests elsewhere in the block table
+    rows = [(2, 29), *((1, p) for p in range(7)), *((0, p) for p in range(40, 53))]
+    same(rows, mixed.step(rows, threads, rename={0: 2, 1: 0, 2: 1}))
+
+
+def test_threads_with_whole_tiles():
+    """Many single-token requests: with tiles enough, each thread takes whole tiles instead of parts of heads."""
+    make = lambda: Cache(6, 3, 8, 8, lengths=(5,) * 30)
+    caches, last = [make() for _ in range(4)], [(r, 4) for r in range(30)]
+    for cache in caches:
+        cache.step([(r, p) for r in range(30) for p in range(4)])
+    want = caches[0].step(last)
+    check(caches[0], want, last)
+    for threads, cache in zip((2, 3, 50), caches[1:]):
+        assert np.array_equal(cache.step(last, threads), want)
+
+
+def test_an_infinite_value_reaches_only_rows_that_see_it():
+    cache = Cache(dtype="f16", lengths=(20,))
+    cache.data[0][2][12] = 1e6  # inf in f16
+    result = cache.step(everything(cache))
+    assert np.isfinite(result[:12]).all() and not np.isfinite(result[12:]).any()
+
+
+def test_bfloat16_keeps_nan_and_infinity():
+    cache = Cache(dtype="bf16", lengths=(8,))
+    cache.data[0][1][0].reshape(-1)[:2] = np.array([0x7F800001, 0x7F7FFFFF], np.uint32).view(np.float32)
+    cache.step(everything(cache))
+    page = cache.pool[cache.table[0, 0]].astype(np.uint32) << 16
+    first = page.view(np.float32).reshape(-1)[:2]
+    assert np.isnan(first[0]) and first[1] == np.inf
+
+
+def test_widths_that_do_not_fill_vectors_are_declined():
+    assert attention.SELECT["attention"](Cache(width=12).spec) is None

@@ -1,0 +1,408 @@
+"""The engine over a tiny numpy model: paging, batching, chunking and transactions change no bit of the result."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_fake import VOCABULARY, FakeExecutable, embedding, greedy, plain, plan
+
+from adaptc.errors import AdaptcError, OptionError, RequestError
+from adaptc.runtime.engine import Engine, Event, group_pages
+from adaptc.runtime.pages import BlockTable, PagePool, pages_needed
+from adaptc.runtime.sampler import Sampling
+
+WEIGHTS = {"embedding": embedding().tobytes()}
+
+
+def engine(plan_=None, pages=None, **options) -> Engine:
+    plan_ = plan_ or plan()
+    pages = pages or {g.name: 2 * group_pages(plan_, g, plan_.max_context) for g in plan_.groups}
+    return Engine(plan_, FakeExecutable(plan_, WEIGHTS, pages), pages, **options)
+
+
+def drain(eng: Engine) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    while eng.active:
+        for event in eng.step():
+            if event.token is not None:
+                tokens.setdefault(event.request, []).append(event.token)
+    return tokens
+
+
+def score(eng: Engine, tokens, start=0, chunk=None) -> np.ndarray:
+    logits = np.full((len(tokens) - start, VOCABULARY), np.nan, np.float32)
+    eng.score(tokens, logits, start=start, chunk=chunk)
+    drain(eng)
+    return logits
+
+
+def consistent(eng: Engine) -> None:
+    """Every page has one holder or is free, tables hold what lengths and windows say, promises are kept."""
+    for i, group in enumerate(eng.plan.groups):
+        pool, held = eng.pools[group.name], []
+        for request in eng._running.values():
+            table, size = request.tables[i].entries, eng.plan.page_size
+            first = max(0, request.length - group.window + 1) // size if group.window else 0
+            last = -(-request.length // size)
+            assert (table[first:last] >= 0).all() and (table[:first] == -1).all() and (table[last:] == -1).all()
+            held += table[first:last].tolist()
+            assert last - first <= request.budget[i]
+        assert sorted([*held, *pool.free_pages]) == list(range(pool.pages))
+        assert pool.reserved == sum(r.budget[i] for r in eng._running.values()) <= pool.pages
+
+
+def empty(eng: Engine) -> None:
+    consistent(eng)
+    assert not eng.active
+    assert all(len(p.free_pages) == p.pages and p.reserved == 0 for p in eng.pools.values())
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
+
+
+def test_paged_equals_plain():
+    for size in (1, 3, 4, 7, 48):
+        assert (score(engine(plan(page_size=size)), PROMPT) == plain(PROMPT, plan())).all()
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2, 3, 5, 8, 100])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_chunks_and_page_order_change_no_bit(chunk, seed):
+    eng = engine(page_order_seed=seed)
+    eng.poison_free_pages()
+    assert (score(eng, PROMPT, chunk=chunk) == plain(PROMPT, plan())).all()
+    eng.poison_free_pages()  # recycled pages hold NaN now
+    assert (score(eng, PROMPT, start=4, chunk=chunk) == plain(PROMPT, plan())[4:]).all()
+    empty(eng)
+
+
+def test_no_more_rows_than_the_logits_buffer_takes():
+    eng = engine(plan(max_rows=3, max_step_tokens=8))
+    assert (score(eng, PROMPT, start=10) == plain(PROMPT, plan())[10:]).all()
+    assert max(s for _, _, s in eng.executable.steps) == 3
+    assert [t for t, _, _ in eng.executable.steps] == [8, 5, 3, 3, 2]
+
+
+def test_only_wanted_rows_are_asked_for():
+    eng = engine()
+    eng.add(PROMPT, max_tokens=3)
+    drain(eng)
+    assert eng.executable.steps == [(8, 1, 0), (8, 1, 0), (5, 1, 1), (1, 1, 1), (1, 1, 1)]
+
+
+def test_batched_equals_alone():
+    prompts = [PROMPT[i : i + n] for i, n in ((0, 1), (3, 13), (1, 8), (7, 2), (2, 17), (0, 9))]
+    expected = [greedy(p, 9, plan()) for p in prompts]
+    for seed in (None, 5):
+        eng = engine(page_order_seed=seed)
+        ids = [eng.add(p, max_tokens=9) for p in prompts]
+        tokens = drain(eng)
+        assert [tokens[i] for i in ids] == expected
+        assert max(r for _, r, _ in eng.executable.steps) > 1
+        empty(eng)
+
+
+def test_decodes_go_first_and_prefills_fill_the_step():
+    eng = engine(plan(max_step_tokens=4, max_context=48))
+    eng.add([1], max_tokens=30)
+    eng.step()
+    eng.add(PROMPT, max_tokens=2)
+    before = len(eng.executable.steps)
+    first = eng.step()
+    assert [e.request for e in first] == [0]  # the long prompt stalls nobody
+    assert eng.executable.steps[before] == (4, 2, 1)
+    drain(eng)
+
+
+@pytest.mark.parametrize("limits", [dict(max_step_tokens=2), dict(max_rows=2), dict(max_requests=2)])
+def test_running_requests_get_a_token_every_step(limits):
+    """Also where a step takes fewer tokens or rows than requests: the others wait, nobody starves."""
+    eng = engine(plan(**limits))
+    ids = [eng.add([i + 1, 7], max_tokens=5) for i in range(4)]
+    assert eng.add(PROMPT, max_tokens=1) == 4
+    tokens, ends = {i: [] for i in range(5)}, {}
+    for step in range(60):
+        for event in eng.step():
+            tokens[event.request].append(step)
+            ends[event.request] = step
+    for i in ids:
+        assert len(tokens[i]) == 5 and tokens[i][-1] - tokens[i][0] == 4
+    assert sorted(ends, key=ends.get) == [0, 1, 2, 3, 4]
+    empty(eng)
+
+
+def test_events_and_ends():
+    expected = greedy(PROMPT, 6, plan())
+    eng = engine()
+    eng.add(PROMPT, max_tokens=6, stop_ids=[expected[2]])
+    assert eng.step() == [] and eng.step() == []
+    stop = expected.index(expected[2])
+    events = [event for _ in range(stop + 1) for event in eng.step()]
+    assert events == [Event(0, t, None) for t in expected[:stop]] + [Event(0, expected[2], "stop")]
+    eng.add(PROMPT, max_tokens=2)
+    eng.step(), eng.step()
+    assert [*eng.step(), *eng.step()] == [Event(1, expected[0], None), Event(1, expected[1], "length")]
+    assert eng.step() == []
+    empty(eng)
+
+
+def test_the_context_is_a_limit():
+    plan_ = plan(max_context=12)
+    eng = engine(plan_)
+    eng.add(PROMPT[:12], max_tokens=5)
+    eng.add(PROMPT[:10], max_tokens=100)
+    tokens = drain(eng)
+    assert tokens[0] == greedy(PROMPT[:12], 1, plan_) and tokens[1] == greedy(PROMPT[:10], 3, plan_)
+    with pytest.raises(RequestError, match="has 13 tokens; the artifact's context is 12"):
+        eng.add(PROMPT[:13], max_tokens=1)
+
+
+@pytest.mark.parametrize("prompt, words", [
+    ([], "empty"), ([1, 40], "Token id 40 at position 1"), ([-1], "Token id -1"), ([2**70], "flat list"),
+    ([1.5], "flat list"), ([[1], [2, 3]], "flat list"), ([[1, 2]], "flat list"), ([True], "flat list"), (["a"], "flat"),
+    (np.array([2**40]), "outside the vocabulary"),
+])  # fmt: skip
+def test_prompts_that_are_refused(prompt, words):
+    eng = engine()
+    with pytest.raises(RequestError, match=words):
+        eng.add(prompt, max_tokens=1)
+    empty(eng)
+
+
+def test_options_that_are_refused():
+    eng = engine()
+    for bad in (0, -1, 1.5, True, "3", None):
+        with pytest.raises(OptionError, match=f"max_tokens must be an integer ≥ 1, got {bad!r}"):
+            eng.add([1], max_tokens=bad)
+    with pytest.raises(OptionError, match="chunk"):
+        eng.add([1], max_tokens=1, chunk=0)
+    for bad in (-1, 2, 1.0):
+        with pytest.raises(OptionError, match="start must be an integer from 0 to 1"):
+            eng.score([1, 2], np.empty((2, VOCABULARY), np.float32), start=bad)
+    empty(eng)
+
+
+def test_a_request_larger_than_the_pool_is_refused_others_wait():
+    plan_ = plan(windows=(0,))
+    eng = engine(plan_, {"group0": 5})
+    with pytest.raises(RequestError, match="grow to 22 tokens and then needs 6 pages.*whole pool has 5.*cache_bytes"):
+        eng.add(PROMPT, max_tokens=2)
+    ids = [eng.add(PROMPT[:9], max_tokens=8) for _ in range(3)]  # 4 pages each: one at a time
+    alone = greedy(PROMPT[:9], 8, plan_)
+    tokens = drain(eng)
+    assert [tokens[i] for i in ids] == [alone] * 3
+    assert {r for _, r, _ in eng.executable.steps} == {1}
+    empty(eng)
+
+
+def test_windows_hold_no_more_pages_than_promised():
+    plan_ = plan(windows=(5,), page_size=2, max_step_tokens=3)
+    eng = engine(plan_, {"group0": pages_needed(48, 2, 5, 3)})
+    assert eng.pools["group0"].pages == 4  # 4 earlier rows and 3 new ones, wherever they start
+    eng.poison_free_pages()
+    eng.add(PROMPT, max_tokens=20)
+    tokens = []
+    while eng.active:
+        tokens += [e.token for e in eng.step()]
+        consistent(eng)
+        eng.poison_free_pages()
+    assert tokens == greedy(PROMPT, 20, plan_)
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 20), st.integers(1, 12), st.data())
+@settings(max_examples=200, deadline=None)
+def test_pages_needed_is_enough(tokens, page_size, window, step, data):
+    need = pages_needed(tokens, page_size, window, step)
+    pool = PagePool(need)
+    table = BlockTable(pool, page_size, window, -(-tokens // page_size))
+    length = 0
+    while length < tokens:
+        length += data.draw(st.integers(1, min(step, tokens - length)))
+        table.grow(length)  # raises IndexError when the pool is empty
+        table.slide(length)
+    table.release()
+    assert len(pool.free_pages) == need
+
+
+def test_shared_pages_are_freed_by_their_last_holder():
+    pool = PagePool(2)
+    page = pool.alloc()
+    pool.share(page)
+    pool.free(page)
+    assert page not in pool.free_pages
+    pool.free(page)
+    assert page in pool.free_pages
+    for wrong in (pool.free, pool.share):
+        with pytest.raises(AssertionError):
+            wrong(page)
+    assert pool.reserve(2) and not pool.reserve(1)
+
+
+# ---- transactions ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()])
+def test_a_failed_step_changes_nothing(error):
+    prompts = [PROMPT[:3], PROMPT, PROMPT[5:14]]
+    expected = [greedy(p, 7, plan()) for p in prompts]
+    failing = set(range(1, 40, 2))  # every second run fails after the first layer has written its rows
+    eng = engine(page_order_seed=3)
+
+    def fail(step):
+        if step in failing:
+            raise error
+
+    eng.executable.fail = fail
+    ids = [eng.add(p, max_tokens=7) for p in prompts]
+    tokens, failures = {i: [] for i in ids}, 0
+    while eng.active:
+        before = [(r.id, r.length, r.count) for r in eng._running.values()]
+        try:
+            for event in eng.step():
+                tokens[event.request].append(event.token)
+        except (RuntimeError, KeyboardInterrupt):
+            failures += 1
+            after = [(r.id, r.length, r.count) for r in eng._running.values()]
+            assert after == before or not before  # the first step also admits
+        consistent(eng)
+        eng.poison_free_pages()
+    assert [tokens[i] for i in ids] == expected and failures > 5
+    empty(eng)
+
+
+@pytest.mark.parametrize("place", ["alloc", "free", "slide", "release", "_end", "_fill", "_sample", "_admit", "reserve"])
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_anywhere_loses_nothing(place, after, monkeypatch):
+    """Ctrl-C just before or after any call that moves pages or requests: go on, and all is as without it."""
+    prompts = [PROMPT[:3], PROMPT[:9], PROMPT[5:14]]
+    expected = [greedy(p, 6, plan()) for p in prompts]
+    owner = next(c for c in (PagePool, BlockTable, Engine) if place in vars(c))
+    real, calls = getattr(owner, place), []
+
+    def interrupted(self, *args):
+        calls.append(None)
+        if len(calls) % 4 == 1 and not after:
+            raise KeyboardInterrupt
+        result = real(self, *args)
+        if len(calls) % 4 == 1:
+            raise KeyboardInterrupt
+        return result
+
+    eng = engine()
+    ids = [eng.add(p, max_tokens=6) for p in prompts]
+    monkeypatch.setattr(owner, place, interrupted)
+    tokens, interrupts = {i: [] for i in ids}, 0
+    while eng.active:
+        try:
+            for event in eng.step():
+                tokens[event.request].append(event.token)
+        except KeyboardInterrupt:
+            interrupts += 1
+        consistent(eng)
+        eng.poison_free_pages()
+    assert [tokens[i] for i in ids] == expected and interrupts
+    empty(eng)
+
+
+def test_an_interrupted_abort_frees_the_pages(monkeypatch):
+    eng = engine()
+    ids = [eng.add(PROMPT, max_tokens=6) for _ in range(2)]
+    eng.step()
+    real = PagePool.free
+
+    def free(self, page):
+        monkeypatch.setattr(PagePool, "free", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PagePool, "free", free)
+    with pytest.raises(KeyboardInterrupt):
+        eng.abort(ids[0])
+    consistent(eng)
+    assert drain(eng) == {ids[1]: greedy(PROMPT, 6, plan())}
+
+
+def test_nan_logits_are_an_error_and_no_token():
+    eng = engine()
+    eng.executable.embedding = eng.executable.embedding * np.float32("nan")
+    request = eng.add([1], max_tokens=2)
+    with pytest.raises(AdaptcError, match="NaN"):
+        eng.step()
+    eng.abort(request)
+    empty(eng)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(1, 20), st.integers(1, 12)),
+            st.tuples(st.just("score"), st.integers(1, 20), st.integers(1, 9)),
+            st.tuples(st.just("step"), st.integers(1, 4), st.just(0)),
+            st.tuples(st.just("fail"), st.just(0), st.just(0)),
+            st.tuples(st.just("abort"), st.integers(0, 30), st.just(0)),
+        ),
+        max_size=25,
+    ),
+    st.integers(1, 6),
+    st.integers(0, 9),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_interleaving_is_right_and_leaks_nothing(actions, page_size, seed):
+    plan_ = plan(page_size=page_size, max_step_tokens=7, max_requests=3, max_rows=3, layers=1)
+    pages = {g.name: group_pages(plan_, g, 34) + 2 for g in plan_.groups}
+    eng = engine(plan_, pages, page_order_seed=seed)
+    prompts, tokens, scores, aborted = {}, {}, {}, set()
+
+    def step():
+        for event in eng.step():
+            if event.token is not None:
+                tokens[event.request].append(event.token)
+
+    for kind, a, b in actions:
+        prompt = PROMPT[:a][::-1]
+        if kind == "add":
+            request = eng.add(prompt, max_tokens=b)
+            prompts[request], tokens[request] = (prompt, b), []
+        elif kind == "score":
+            out = np.full((a, VOCABULARY), np.nan, np.float32)
+            scores[eng.score(prompt, out, chunk=b)] = prompt, out
+        elif kind == "step":
+            for _ in range(a):
+                step()
+        elif kind == "fail" and eng.active:
+            eng.executable.fail = lambda step: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                step()
+            eng.executable.fail = lambda step: None
+        elif kind == "abort":
+            eng.abort(a)
+            aborted.add(a)
+        consistent(eng)
+        eng.poison_free_pages()
+    while eng.active:
+        step()
+    empty(eng)
+    for request, (prompt, count) in prompts.items():
+        expected = greedy(prompt, len(tokens[request]), plan_)
+        assert tokens[request] == expected
+        assert len(expected) == count or request in aborted
+    for request, (prompt, out) in scores.items():
+        assert request in aborted or (out == plain(prompt, plan_)).all()
+
+
+def test_the_schedulers_own_cost_is_small():
+    """Python's share of a decode step at batch 1, with a real vocabulary's width of logits."""
+    plan_ = plan(max_context=2048, page_size=16, max_requests=16, max_step_tokens=128, max_rows=16)
+    eng = engine(plan_)
+    eng.executable.run = lambda symbols: None
+    eng._logits = np.random.default_rng(0).standard_normal((16, 49_152)).astype(np.float32)
+    eng.add([1, 2, 3], max_tokens=500, sampling=Sampling())
+    times = []
+    for _ in range(400):
+        start = time.perf_counter()
+        eng.step()
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[len(times) // 2] < 300e-6

@@ -1,0 +1,131 @@
+"""A configuration key that no modelling code reads is an error, whichever way it is spelt."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_gguf import write
+
+from adaptc.errors import InputError
+from adaptc.sources import open_source
+
+torch.set_num_threads(1)
+
+COMMON = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+              vocab_size=80, max_position_embeddings=64, head_dim=16)
+# As their authors publish them, but for the sizes: old spellings, training and generation keys.
+LLAMA = dict(
+    COMMON, model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
+    bos_token_id=1, eos_token_id=2, hidden_act="silu", initializer_range=0.02, mlp_bias=False, pretraining_tp=1,
+    rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=True, torch_dtype="bfloat16",
+    transformers_version="4.43.0", use_cache=True,
+    rope_scaling={"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                  "original_max_position_embeddings": 32},
+)
+GEMMA3 = dict(
+    COMMON, model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+    attn_logit_softcapping=None, final_logit_softcapping=None, bos_token_id=2, eos_token_id=[1, 106], pad_token_id=0,
+    hidden_activation="gelu_pytorch_tanh", initializer_range=0.02, query_pre_attn_scalar=16, rms_norm_eps=1e-6,
+    rope_local_base_freq=10000.0, rope_theta=1000000.0, rope_scaling=None, sliding_window=8, torch_dtype="bfloat16",
+    sliding_window_pattern=2, use_bidirectional_attention=False, use_cache=True, transformers_version="4.55.0",
+)
+
+
+def traced(folder, config):
+    """The reads of building a module and running it once, as capture does."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
+    return run(open_source(folder), AutoModelForCausalLM)
+
+
+def run(source, auto):
+    with source.account_config() as reads:
+        module = auto.from_config(source.config).eval()
+        with torch.no_grad():
+            module(torch.arange(12)[None], use_cache=False)
+    return reads
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA3], ids=["llama", "gemma3"])
+def test_published_configurations_are_read_completely(tmp_path, config):
+    reads = traced(tmp_path, config)
+    assert reads.unread_keys() == ()
+    reads.check()
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA3], ids=["llama", "gemma3"])
+def test_current_spellings_are_read_completely(tmp_path, config):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in saved and "rope_theta" not in saved
+    traced(tmp_path, saved).check()
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA3], ids=["llama", "gemma3"])
+def test_a_key_that_nothing_reads_is_named(tmp_path, config):
+    reads = traced(tmp_path, {**config, "attention_temperature": 0.7})
+    with pytest.raises(InputError, match=f"reads 'attention_temperature' of the configuration of {tmp_path.name}"):
+        reads.check()
+
+
+@pytest.mark.parametrize("key, value, unread", [
+    ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                      "original_max_position_embeddings": 32, "wobble": 2.0}, "rope_scaling.wobble"),
+    ("rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "low_freq_factor": 1.0},
+     "rope_parameters.low_freq_factor"),
+])
+def test_a_nested_key_that_nothing_reads_is_named(tmp_path, key, value, unread):
+    config = {name: stated for name, stated in LLAMA.items() if not name.startswith("rope_")}
+    assert traced(tmp_path, {**config, key: value}).unread_keys() == (unread,)
+
+
+def test_keys_nested_twice_are_accounted_one_by_one(tmp_path):
+    config = {name: stated for name, stated in GEMMA3.items() if not name.startswith("rope_")}
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "wobble": 1}}
+    reads = traced(tmp_path, {**config, "rope_parameters": rope})
+    assert reads.unread_keys() == ("rope_parameters.sliding_attention.wobble",)
+
+
+def test_keys_of_layer_types_that_the_model_lacks_are_idle(tmp_path):
+    assert traced(tmp_path, {**GEMMA3, "sliding_window_pattern": 6}).unread_keys() == ()
+    only_full = {**GEMMA3, "layer_types": ["full_attention"] * 2}
+    del only_full["sliding_window_pattern"]
+    assert traced(tmp_path, only_full).unread_keys() == ()
+
+
+def test_other_configurations_reads_do_not_count(tmp_path):
+    from transformers import GPT2Config
+
+    source = open_source(write(tmp_path / "m.gguf"))
+    with source.account_config() as reads:
+        _ = GPT2Config().n_head, GPT2Config().vocab_size
+    assert "num_attention_heads" in reads.unread_keys() and "vocab_size" in reads.unread_keys()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_metadata_of_gguf_files_are_read_completely(tmp_path, architecture):
+    from transformers import AutoModelForCausalLM
+
+    source = open_source(write(tmp_path / "m.gguf", architecture))
+    run(source, AutoModelForCausalLM).check()
+
+
+def test_access_is_restored_after_the_block():
+    from transformers import LlamaConfig, PreTrainedConfig
+
+    before = PreTrainedConfig.__getattribute__
+    from adaptc.sources.accounting import recorded_reads
+
+    with pytest.raises(RuntimeError):
+        with recorded_reads(LlamaConfig(), {}, "x"):
+            assert PreTrainedConfig.__getattribute__ is not before
+            raise RuntimeError
+    assert PreTrainedConfig.__getattribute__ is before
