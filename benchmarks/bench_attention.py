@@ -53,7 +53,7 @@ def case(heads, kv_heads, width, dtype, tokens, context, level, page_size=16, ke
 
 
 def main(level: str = "x86-64-v3") -> None:
-    print(f"{'heads':>8} {'width':>5} {'dtype':>5} {'tokens':>6} {'context':>7} {'append ms':>9} {'attend ms':>9}  speed")
+    print("   heads width dtype tokens context append ms attend ms  speed")
     for heads, kv_heads, width, dtype, tokens, context in (
         (9, 3, 64, "f16", 256, 256),
         (9, 3, 64, "f16", 512, 2048),

@@ -47,6 +47,8 @@ class CompileOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise OptionError(f"{name} must be an integer of at least {least}, got {value!r}.")
+        if not isinstance(self.level, str):
+            raise OptionError(f"level must be a name, got {self.level!r}.")
 
     @property
     def kv_dtype(self) -> str:

@@ -167,16 +167,19 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> "Plan":
+        """The plan that ``text`` says. ArtifactError names the field that is missing, unknown or of another type."""
         try:
             data = json.loads(text)
-            if data.get("version", 0) > PLAN_VERSION:
-                raise ArtifactError(
-                    f"plan.json has format version {data['version']}; this adaptc reads up to {PLAN_VERSION}.",
-                    hint="Install a newer adaptc or compile the model again.",
-                )
-            return _parse(Plan, data, "plan")
-        except (ValueError, AttributeError) as error:
-            raise ArtifactError(f"plan.json is not a valid plan: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(f"plan.json is not JSON: {error}") from error
+        version = data.get("version") if isinstance(data, dict) else None
+        if isinstance(version, int) and version > PLAN_VERSION:
+            raise ArtifactError(f"plan.json has format version {version}; this adaptc reads up to {PLAN_VERSION}.",
+                                hint="Install a newer adaptc or compile the model again.")
+        plan = _parse(Plan, data, "plan")
+        if version is None or version < 1:
+            raise ArtifactError(f"plan.version: expected a number from 1 to {PLAN_VERSION}, got {version!r}")
+        return plan
 
 
 def _parse(kind, data, where: str):
@@ -203,6 +206,6 @@ def _parse(kind, data, where: str):
             raise ArtifactError(f"{where}: expected an object, got {type(data).__name__}")
         return {k: _parse(args[1], v, f"{where}.{k}") for k, v in data.items()}
     kinds = args if origin in (typing.Union, types.UnionType) else (kind,)
-    if not isinstance(data, kinds) or isinstance(data, bool):
-        raise ArtifactError(f"{where}: expected {kind}, got {data!r}")
+    if type(data) not in kinds:  # not isinstance: true and false are no ints here
+        raise ArtifactError(f"{where}: expected {' or '.join(k.__name__ for k in kinds)}, got {data!r:.80}")
     return data

@@ -13,8 +13,8 @@ from adaptc.ir.rewrite import Node, defined_before, find, nodes, remove_dead, sp
 class FuseAddRmsNorm:
     """rms_norm(residual + x) → add_rms_norm, which also gives the sum, for tensors [T, D] without broadcasting.
 
-    The fused operator stands where the sum did, so that the sum's other users still find it; the norm's weight must
-    be known there.
+    The fused operator stands where the sum did if the norm's weight is known there, else where the norm did if the
+    sum's other users come later; otherwise nothing is done.
     """
 
     name: ClassVar[str] = "fuse_add_rms_norm"
@@ -33,12 +33,15 @@ class FuseAddRmsNorm:
 def _fuse(norm: Node) -> None:
     total, weight = norm.operands
     add = find(total, "add")
-    if add is None or not defined_before(weight, add):
+    if add is None:
         return
     residual, x = add.operands
     if len(spec(total).shape) != 2 or not spec(residual) == spec(x) == spec(total):
         return
-    b = add.builder()
+    late = not defined_before(weight, add)
+    if late and any(user.before(norm) for user in add.users):
+        return
+    b = (norm if late else add).builder()
     b.source = norm.source
     normed, kept = b.add_rms_norm(x, residual, weight, **norm.attrs)
     norm.replace(normed)

@@ -35,11 +35,11 @@ class QuantizeActivations:
         with program.editing():
             for function in program.functions().values():
                 for node in nodes(function):
-                    if node.name == "linears" and len({_integer(v) for v in node.operands[1:]}) == 2:
+                    if _quantizable(node) and node.name == "linears" and len(set(map(_integer, _matrices(node)))) == 2:
                         _part(node)
                 made: dict[ir.Value, tuple] = {}
                 for node in nodes(function):
-                    if _fits(node):
+                    if _quantizable(node) and all(map(_integer, _matrices(node))):
                         _quantize(node, made)
                 remove_dead(function)
 
@@ -49,12 +49,16 @@ def _integer(weight: ir.Value) -> bool:
     return stored is not None and not stored.is_float
 
 
-def _fits(node: Node) -> bool:
-    """Whether all of a linear map's matrices have integer codes, and its float input divides into groups."""
-    if node.name not in QUANTIZABLE or spec(node.operands[0]).dtype != "f32":
+def _quantizable(node: Node) -> bool:
+    """Whether it is a linear map of a float input that divides into groups."""
+    if node.name not in QUANTIZABLE:
         return False
-    matrices = [v for v in node.operands[1:] if len(spec(v).shape) == 2]
-    return all(map(_integer, matrices)) and spec(node.operands[0]).shape[1] % GROUP == 0
+    x = spec(node.operands[0])
+    return x.dtype == "f32" and x.shape[1] % GROUP == 0
+
+
+def _matrices(node: Node) -> list[ir.Value]:
+    return [v for v in node.operands[1:] if len(spec(v).shape) == 2]
 
 
 def _part(node: Node) -> None:

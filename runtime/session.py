@@ -275,27 +275,15 @@ class _Generation:
 
 
 class Stream(Iterator[str]):
-    """Pieces of text as they come; ``result`` holds everything when they have ended. Closing it early aborts."""
+    """Pieces of text as they come; ``result`` holds everything when they have ended. Closing or dropping it aborts."""
 
     def __init__(self, session: Session, prompt: Prompt, options: _Options):
-        self.result: Result | None = None
-        self._pieces = self._run(session, prompt, options)
-        next(self._pieces)  # starts the request now, so that errors are raised here and streams run side by side
+        self._pieces = _stream(session, prompt, options)
+        self._generation = next(self._pieces)  # starts it now: errors are raised here, and streams run side by side
 
-    def _run(self, session: Session, prompt: Prompt, options: _Options) -> Iterator[str]:
-        generations: list[_Generation] = []
-        try:
-            with session._generations([prompt], options) as generations:
-                yield ""
-                (generation,) = generations
-                while generation.pieces or generation.finish is None:
-                    if generation.pieces:
-                        yield generation.pieces.popleft()
-                    else:
-                        session._pump()
-        finally:
-            if generations:
-                self.result = generations[0].result()
+    @property
+    def result(self) -> Result | None:
+        return None if self._generation.finish is None else self._generation.result()
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -303,6 +291,17 @@ class Stream(Iterator[str]):
     def close(self) -> None:
         """Ends the generation now and frees its pages; ``result`` then says "abort"."""
         self._pieces.close()
+
+
+def _stream(session: Session, prompt: Prompt, options: _Options) -> Iterator:
+    """The generation, then its pieces. No method, so that dropping the stream drops this and frees the pages."""
+    with session._generations([prompt], options) as (generation,):
+        yield generation
+        while generation.pieces or generation.finish is None:
+            if generation.pieces:
+                yield generation.pieces.popleft()
+            else:
+                session._pump()
 
 
 # ---- options and prompts ---------------------------------------------------------------------------------------

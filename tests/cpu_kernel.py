@@ -10,8 +10,8 @@ import numpy as np
 from adaptc.backends.cpu.elf import Image
 from adaptc.backends.cpu.toolchain import compile_mlir
 
-NUMPY = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i32": np.int32, "i8": np.int8, "u8": np.uint8,
-         "i1": np.bool_}
+NUMPY = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i64": np.int64, "i32": np.int32, "i8": np.int8,
+         "u8": np.uint8, "i1": np.bool_}
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -43,7 +43,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def run(module, spec, operands, symbols, threads: int = 1):
+def run(module, spec, operands, symbols, threads: int = 1, level: str = "x86-64-v3"):
     """Results of an operator by ``module``'s kernels. A state operand is given as (pool, block table). Threads take
     turns in reverse order: kernels have no barrier inside, so any order must do."""
     selection = module.SELECT[spec.op](spec)
@@ -62,7 +62,7 @@ def run(module, spec, operands, symbols, threads: int = 1):
         family = module.FAMILIES[use.kernel.family]
         assert len(family.signature(params)) == len(use.args)
         buffers = [find[kind](int(number)) for kind, number in (arg.split(":") for arg in use.args)]
-        call = native(family, params)
+        call = native(family, params, level)
         for tid in reversed(range(threads)):
             call(buffers, symbols, tid, threads)
     return results

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from adaptc.backends.cpu.kernels import attention
@@ -37,9 +41,9 @@ class Cache:
     """Pools of NaN, in which requests get pages in random order; feeds steps to the kernels."""
 
     def __init__(self, heads=4, kv_heads=2, width=16, value_width=16, dtype="f16", window=0, softcap=0.0, page_size=8,
-                 key_block=16, lengths=(40,), seed=0, scale=1.0):
+                 key_block=16, lengths=(40,), seed=0, scale=1.0, level="x86-64-v3"):
         rng = np.random.default_rng(seed)
-        self.lengths, self.dtype, self.width = lengths, dtype, width
+        self.lengths, self.dtype, self.level = lengths, dtype, level
         self.data = [
             tuple(
                 (scale * rng.standard_normal((n, h, d))).astype(np.float32)
@@ -76,7 +80,7 @@ class Cache:
         inverse = {new: old for old, new in rename.items()}
         table = np.ascontiguousarray(self.table[[inverse[i] for i in range(len(inverse))]])
         symbols = (len(rows), len(table), 1)
-        return run(attention, self.spec, (*parts, *where, (self.pool, table)), symbols, threads)[0]
+        return run(attention, self.spec, (*parts, *where, (self.pool, table)), symbols, threads, self.level)[0]
 
     def expected(self, request, positions):
         q, k, v = self.data[request]
@@ -178,6 +182,43 @@ def test_bits_over_threads_chunks_and_batches(window, page_size, threads):
     # decode and prefill in one step, requests elsewhere in the block table
     rows = [(2, 29), *((1, p) for p in range(7)), *((0, p) for p in range(40, 53))]
     same(rows, mixed.step(rows, threads, rename={0: 2, 1: 0, 2: 1}))
+
+
+def test_bits_over_the_order_of_tokens():
+    make = lambda: Cache(4, 2, 16, 16, window=9, lengths=(20, 20, 20))
+    rows = everything(make())
+    want = dict(zip(rows, make().step(rows)))
+    shuffled = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    stairs = [(2, 10), (1, 11), (0, 12), (1, 13), (2, 14), (2, 16)]  # each position follows the one before
+    cache = make()
+    for order in (shuffled, stairs):
+        assert all(np.array_equal(row, want[key]) for key, row in zip(order, cache.step(order)))
+
+
+FAR = """
+import sys; sys.path.insert(0, {tests!r})
+from test_cpu_attention import *
+cache = Cache(window=10, page_size=3, lengths=(50,))
+cache.step([(0, p) for p in range(49)])
+needed = slice((49 - 10 + 1) // 3, 49 // 3 + 1)
+table = np.full_like(cache.table, 1 << 30)  # pages that far away aren't mapped: reading one ends the process
+table[:, needed] = cache.table[:, needed]
+cache.table = table
+check(cache, cache.step([(0, 49)]), [(0, 49)])
+"""
+
+
+def test_pages_out_of_sight_are_not_touched():
+    code = FAR.format(tests=str(pathlib.Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif("avx512vl" not in pathlib.Path("/proc/cpuinfo").read_text(), reason="needs AVX-512")
+def test_level_v4():
+    cache = Cache(9, 3, 64, 64, lengths=(40,), level="x86-64-v4")
+    rows = everything(cache)
+    check(cache, cache.step(rows), rows)
 
 
 def test_threads_with_whole_tiles():

@@ -182,7 +182,7 @@ def test_group_of_several_results_and_shapes():
     assert [g.shape for g in got] == [shapes[0], shapes[1], shapes[0]]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "i32"])
+@pytest.mark.parametrize("dtype", ["f32", "i32", "i64"])
 @pytest.mark.parametrize("predicate", ["lt", "le", "gt", "ge", "eq", "ne"])
 def test_compare(predicate, dtype):
     x = np.random.default_rng(0).integers(-2, 3, (5, 11)).astype(NUMPY[dtype])
@@ -200,13 +200,20 @@ def test_select_reads_truth_values():
     np.testing.assert_array_equal(got, np.where(c, x, y))
 
 
-@pytest.mark.parametrize("source", ["f32", "f16", "i32", "i8", "u8", "i1"])
-@pytest.mark.parametrize("target", ["f32", "f16", "i32", "i8", "u8", "i1"])
+@pytest.mark.parametrize("source", ["f32", "f16", "i64", "i32", "i8", "u8", "i1"])
+@pytest.mark.parametrize("target", ["f32", "f16", "i64", "i32", "i8", "u8", "i1"])
 def test_cast(source, target):
     x = np.random.default_rng(0).uniform(0 if "u8" in (source, target) else -90, 90, (5, 13)).astype(NUMPY[source])
     x.reshape(-1)[:2] = 0, 1
     (got,) = check(elementwise, "cast", [x], [("T", 13)] * 2, {"dtype": target}, [target])
     np.testing.assert_array_equal(got, x.astype(NUMPY[target]))
+
+
+def test_constants_in_a_group_have_their_dtype():
+    body = (("constant", (), (("dtype", "f16"), ("shape", ()), ("value", 0.1))), ("cast", (1,), (("dtype", "f32"),)),
+            ("add", (0, 2), ()))
+    (got,) = check(elementwise, "group", [np.zeros(9, np.float32)], [(9,)] * 2, {"body": body, "yields": (3,)})
+    np.testing.assert_array_equal(got, np.float32(np.float16(0.1)))
 
 
 def test_maximum_keeps_nan():
@@ -289,7 +296,7 @@ def test_rope(heads, width):
 @pytest.mark.parametrize("shape", [("T", 20), ("T",), ("T", 3, 16), ("T", 1)])
 def test_gather_rows(dtype, shape):
     x = tensor(shape, scale=50, dtype="f32").clip(0, 99).astype(NUMPY[dtype])
-    index = np.array([4, 0, 4], np.int32)
+    index = np.array([4, 0, 4], np.int64 if dtype == "u8" else np.int32)
     (got,) = check(rows, "gather_rows", [x, index], [shape, ("S",), ("S", *shape[1:])], dtypes=[dtype])
     np.testing.assert_array_equal(got, x[index])
 
@@ -338,7 +345,7 @@ def test_constants():
     np.testing.assert_array_equal(got, np.array(dense, np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["f32", "i32"])
+@pytest.mark.parametrize("dtype", ["f32", "i32", "i64", "f16", "u8"])
 def test_iota(dtype):
     for axis in range(3):
         shape = ("T", 4, 3)

@@ -214,6 +214,15 @@ def test_rotary_factors_become_llama3_scaling(tmp_path):
     np.testing.assert_allclose((plain / scaled).numpy(), factors, rtol=1e-4)
 
 
+def test_rotary_factors_beside_another_scaling_are_refused(tmp_path):
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    factors = np.array(rope_frequency_factors(rope, 5000.0, 64), np.float32)
+    path = tiny_gguf.write(tmp_path / "m.gguf", tensors={"rope_freqs.weight": factors},
+                           metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 2.0})
+    with pytest.raises(UnsupportedError, match="twice: by rope_freqs.weight and by the rule 'linear'"):
+        open_source(path).config
+
+
 def test_rotary_factors_of_no_known_rule_are_refused(tmp_path):
     assert llama3_scaling([1.0] * 32, 10000.0) == {}
     path = tiny_gguf.write(tmp_path / "m.gguf", tensors={"rope_freqs.weight": np.linspace(1, 7, 32, dtype=np.float32)})

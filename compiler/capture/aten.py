@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 from typing import Any, Callable
 
 from torch_mlir import ir
@@ -278,9 +279,15 @@ def _addmm(w, bias, x, y):
 # ---- what the hooks recorded
 
 
-def _mask(w, like, kind, window):
-    from adaptc.capture.walk import Mask
+@dataclass(frozen=True)
+class Mask:
+    """A mask's meaning in place of its elements."""
 
+    kind: str
+    window: int
+
+
+def _mask(w, like, kind, window):
     return Mask(kind, window)
 
 

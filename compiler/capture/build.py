@@ -37,6 +37,14 @@ def _on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter |
     return torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
 
 
+def stored_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint of the module holds: parameters, tied ones once, and persistent buffers."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    persistent = module.state_dict(keep_vars=True)
+    buffers = {name: tuple(b.shape) for name, b in module.named_buffers(remove_duplicate=False) if name in persistent}
+    return shapes | buffers
+
+
 def tied(module: torch.nn.Module) -> dict[str, str]:
     """Parameters that share storage with an earlier one, and which."""
     owners = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -35,12 +35,13 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
 
     Without ``bind``, every parameter is a tensor of its own name. The module is left as it was.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    stored = (bind or _itself)(shapes, build.tied(module))
+    tied = build.tied(module)
+    stored = dict((bind or _itself)(build.stored_shapes(module), tied))
+    stored |= {name: stored[owner] for name, owner in tied.items()}
     constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
     with _evaluated(module), build.on_one_device(module), hooks.installed(module):
         exported = trace.trace(module)
-    program = walk(exported, {**stored, **_aliases(module, stored)}, constants)
+    program = walk(exported, stored, constants)
     text = config.get_text_config()
     program.set_fact("context", getattr(text, "max_position_embeddings", 0))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
@@ -62,11 +63,6 @@ def _stored(source: Any, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[st
 
 def _itself(shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> dict[str, Stored]:
     return {name: Stored(name, name) for name in shapes}
-
-
-def _aliases(module: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Tied names are read through the declaration of the one that they share storage with."""
-    return {name: stored[owner] for name, owner in build.tied(module).items()}
 
 
 @contextmanager

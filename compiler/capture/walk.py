@@ -11,7 +11,7 @@ import torch
 from torch_mlir import ir
 from torch_mlir.dialects import func
 
-from adaptc.capture.aten import SKIPPED, TABLE
+from adaptc.capture.aten import SKIPPED, TABLE, Mask
 from adaptc.capture.places import Place, place_of
 from adaptc.capture.trace import PREFIX, TOKENS
 from adaptc.errors import CaptureError, LegalityError
@@ -45,16 +45,8 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Mask:
-    """A mask's meaning in place of its elements."""
-
-    kind: str
-    window: int
-
-
-@dataclass(frozen=True)
 class Parameter:
-    """A weight as an argument of the graph; each use reads it anew."""
+    """A stored tensor as an argument of the graph; each use adds what the file leaves out anew."""
 
     stored: Stored
     spec: TensorSpec
@@ -62,7 +54,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Constant:
-    """A buffer, or a tensor that the trace holds."""
+    """A buffer that no file stores, or a tensor that the trace holds."""
 
     name: str
     value: torch.Tensor
@@ -110,7 +102,8 @@ def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.Exported
 def _check_known(graph: torch.fx.Graph) -> None:
     unknown: dict[str, list[Place]] = {}
     for node in _unknown(graph):
-        unknown.setdefault(str(node.target), []).append(place_of(node))
+        written = node.meta.get("original_aten") or node.target  # what torch's own decomposition started from
+        unknown.setdefault(str(written), []).append(place_of(node))
     if unknown:
         listed = "; ".join(
             f"{name} in {places[0]}" + (f" and {len(places) - 1} more places" if len(places) > 1 else "")
@@ -177,7 +170,7 @@ class _Walk:
         if kind is kinds.USER_INPUT:
             return self.ids
         spec = TensorSpec(DTYPES[node.meta["val"].dtype], self._dims(node.meta["val"].shape))
-        if kind is kinds.PARAMETER:
+        if name in self.stored:
             return Parameter(self.stored[name], spec)
         value = self.constants[name] if kind is kinds.BUFFER else self.exported.constants[name]
         return Constant(name, value, spec.dtype)

@@ -53,7 +53,8 @@ class Builder:
                                    regions=regions, ip=self.point)
 
     def _with_region(self, name, operands, results, attrs) -> ir.Operation:
-        created = self.raw(f"adaptc.{name}", operands, [dialect.to_type(r) for r in results], {}, regions=1)
+        own = {k: v for k, v in attrs.items() if k not in ("body", "yields")}
+        created = self.raw(f"adaptc.{name}", operands, [dialect.to_type(r) for r in results], own, regions=1)
         block = ir.Block.create_at_start(created.regions[0], [v.type for v in operands])
         inner = Builder(ir.InsertionPoint(block))
         values: list[ir.Value] = list(block.arguments)
@@ -90,6 +91,8 @@ def body_of(op) -> tuple[tuple, tuple]:
     index: dict[Any, int] = {argument: i for i, argument in enumerate(block.arguments)}
     body = []
     for inner in block.operations:
+        if any(v not in index for v in inner.operation.operands):
+            raise LegalityError(f"{op.operation.name}: its region uses a value from outside; pass it as an operand.")
         operands = tuple(index[v] for v in inner.operation.operands)
         if inner.operation.name == "adaptc.yield":
             return tuple(body), operands

@@ -82,7 +82,7 @@ def from_attr(attr: ir.Attribute) -> Any:
 
 
 def attrs(op) -> dict[str, Any]:
-    """An operation's own attributes, without those that record places (``source``) or plans (``plan.*``)."""
+    """An operation's own attributes, without the notes beside them."""
     named = op.operation.attributes
     return {n: from_attr(named[n]) for n in named if n not in NOTES}
 
@@ -97,7 +97,8 @@ def _inner(text: str, prefix: str) -> Any:
 
 # ---- types
 
-_ELEMENT = {"f64": "f64", "f32": "f32", "f16": "f16", "bf16": "bf16", "i64": "i64", "i32": "i32", "i8": "i8", "i1": "i1"}
+_ELEMENT = {name: name for name in ("f64", "f32", "f16", "bf16", "i64", "i32", "i8", "i1")} | {"u8": "ui8"}
+_DTYPE = {element: dtype for dtype, element in _ELEMENT.items()}
 
 
 def format_to_dict(fmt: WeightFormat) -> dict[str, Any]:
@@ -164,9 +165,14 @@ def _spec_of(kind: ir.Type, text: str) -> TensorSpec | StateSpec:
         shape = [n if d == -1 else d for n, d in zip(names, shape)]
     elif encoding.startswith("#adaptc.packed<"):
         fmt = _format_from_dict(_inner(encoding, "#adaptc.packed"))
+    elif encoding:
+        raise LegalityError(f"type {text}: a tensor's encoding is #adaptc.dims or #adaptc.packed.")
     if -1 in shape:
         raise LegalityError(f"type {text}: every dynamic dimension needs a name (#adaptc.dims).")
-    return TensorSpec(str(tensor.element_type), tuple(shape), fmt)
+    element = str(tensor.element_type)
+    if element not in _DTYPE:
+        raise LegalityError(f"type {text}: elements are {', '.join(_DTYPE)}.")
+    return TensorSpec(_DTYPE[element], tuple(shape), fmt)
 
 
 def tile_of(kind: ir.Type) -> str:

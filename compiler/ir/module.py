@@ -19,6 +19,7 @@ from torch_mlir.dialects import func
 from adaptc.errors import InputError
 from adaptc.ir import dialect
 from adaptc.ir.build import attrs_of, short_name
+from adaptc.ops.table import row
 from adaptc.protocol import OpSpec, StateSpec, TensorSpec
 
 STAGES = ("captured", "fused", "sharded", "laid_out", "lowered")
@@ -199,5 +200,5 @@ def spec_of(op) -> OpSpec:
         short_name(op),
         tuple(dialect.to_spec(v.type) for v in op.operation.operands),
         tuple(dialect.to_spec(v.type) for v in op.operation.results),
-        attrs_of(op),
+        row(short_name(op)).complete(attrs_of(op)),
     )

@@ -54,7 +54,7 @@ def _check_quantized(name, codes, scales, sums):
     groups = scales.shape[1] if len(scales.shape) == 2 and isinstance(scales.shape[1], int) else 0
     expect(
         groups > 0 and k % groups == 0 and scales.shape[0] == t and sums.shape == (t, k // SUM_GROUP),
-        f"{name}: codes are {codes.shape}, scales {scales.shape} and sums {sums.shape}; they must be quantize's results.",
+        f"{name}: codes are {codes.shape}, scales {scales.shape}, sums {sums.shape}; they must be quantize's results.",
     )
 
 
@@ -189,5 +189,5 @@ ROWS = [
           cost=lambda a, o, r: scaled(size(o[0].shape), 3)),
 ]
 
-QUANTIZABLE = tuple(row.name for row in ROWS if row.factors.startswith("tk,nk"))
+QUANTIZABLE = tuple(row.name for row in ROWS if row.operands[0].endswith("+"))
 """Linear maps: operators that take ``quantize``'s three results in place of their input."""

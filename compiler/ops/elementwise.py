@@ -117,7 +117,8 @@ def _infer_group(attrs, operands):
     specs = list(operands)
     for name, indices, inner in attrs["body"]:
         operator = row(name)
-        expect("body" not in operator.attrs and (operator.elementwise or not operator.operands), f"group: {name!r} can't be in one.")
+        simple = operator.elementwise or not operator.operands
+        expect(simple and "body" not in operator.attrs, f"group: {name!r} isn't elementwise.")
         expect(all(i < len(specs) for i in indices), f"group: {name!r} reads a value that comes after it.")
         specs.extend(operator.results(dict(inner), [specs[i] for i in indices]))
         expect(operator.elementwise or specs[-1].shape == (), f"group: its {name!r} has shape {specs[-1].shape}.")

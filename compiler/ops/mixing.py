@@ -69,7 +69,7 @@ def _infer_attention(attrs, operands):
     expect(len(state.parts) == 2, f"attention: the state keeps {state.parts}, expected keys and values.")
     (_, hk, dk), (_, hv, dv) = state.parts
     expect(
-        all(len(o.shape) == 3 for o in (q, k, v)) and q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2],
+        all(len(o.shape) == 3 and o.shape[0] == q.shape[0] for o in (q, k, v)) and q.shape[2] == k.shape[2],
         f"attention: q is {q.shape}, k {k.shape}, v {v.shape}; expected [T, H, D], [T, Hkv, D], [T, Hkv, Dv].",
     )
     expect(
@@ -97,7 +97,7 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState):
         try:
             keys, values = state.read(request, lo, position + 1)
         except KeyError:
-            raise LegalityError(f"attention: request {request} has no row for every position below {position}.") from None
+            raise LegalityError(f"attention: request {request} lacks rows for positions below {position}.") from None
         query = q[t].reshape(k.shape[1], groups, -1).astype(np.float64)
         scores = np.einsum("hgd,phd->hgp", query, keys.astype(np.float64)) * attrs["scaling"]
         if attrs["softcap"]:

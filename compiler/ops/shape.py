@@ -120,7 +120,7 @@ def _infer_concat(attrs, operands):
     for operand in operands:
         rest = operand.shape[:axis] + operand.shape[axis + 1 :]
         expect(rest == first[:axis] + first[axis + 1 :], f"concat: {operand.shape} doesn't fit {first} on axis {axis}.")
-        expect(isinstance(operand.shape[axis], int), f"concat: the dynamic dimension {operand.shape[axis]} can't be joined.")
+        expect(isinstance(operand.shape[axis], int), f"concat: axis {axis} of {operand.shape} can't be joined: dynamic.")
         total += operand.shape[axis]
     return (TensorSpec(operands[0].dtype, first[:axis] + (total,) + first[axis + 1 :]),)
 
@@ -172,7 +172,8 @@ def _infer_dot(attrs, operands):
     for spec, contracted in ((x, attrs["contract_x"]), (y, attrs["contract_y"])):
         expect(len(contracted) == 1, f"dot_general: contracts axes {tuple(contracted)}, expected one; reshape first.")
         _axes("dot_general", (*batch, *contracted), len(spec.shape))
-    expect(x.dtype == y.dtype and x.dtype in FLOATS, f"dot_general: operands are {x.dtype} and {y.dtype}; insert a cast.")
+    same = x.dtype == y.dtype and x.dtype in FLOATS
+    expect(same, f"dot_general: operands are {x.dtype} and {y.dtype}; expected one float dtype, insert a cast.")
     for i in batch:
         expect(x.shape[i] == y.shape[i], f"dot_general: batch axis {i} is {x.shape[i]} and {y.shape[i]}.")
     (i,), (j,) = attrs["contract_x"], attrs["contract_y"]

@@ -31,9 +31,9 @@ class OpRow:
                a first operand that is one float tensor or the three results of ``quantize`` in its place
     attrs      attribute name → default value, which also says its kind, or REQUIRED
     infer      (attrs, operand specs) → result specs; raises LegalityError naming what doesn't fit
-    factors    einsum-like rule of which dimensions correspond, e.g. "tk,nk->tn": a term for each name in ``operands``
+    factors    einsum-like rule of which dimensions correspond, e.g. "tk,nk->tn", with a term for each of ``operands``
                but a state, ``*`` where that repeats; "..." = elementwise over shared dims
-    axes       (attrs, operand specs, result specs) → ``axes.AxisMap``, where attributes decide what becomes of an axis
+    axes       (attrs, operand specs, result specs) → ``axes.AxisMap``, where attributes say what becomes of an axis
     cost       (attrs, operand specs, result specs) → FLOPs as a Form; bytes follow from the specs
     meaning    (attrs, *arrays) → tuple of arrays, in plain float32 numpy: the oracle
     decompose  (build, attrs, *values) → tuple of values in lower operators; None for the floor

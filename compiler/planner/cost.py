@@ -7,7 +7,7 @@ from math import prod
 from typing import Callable, Mapping
 
 from adaptc.formats import WeightFormat
-from adaptc.ops.table import Form, added, row, scaled, size
+from adaptc.ops.table import Form, added, context_symbol, row, scaled, size
 from adaptc.plan import DTYPE_BYTES
 from adaptc.protocol import OpSpec, StateSpec, TensorSpec
 
@@ -16,8 +16,8 @@ PackedBytes = Callable[[WeightFormat, tuple[int, int]], int]
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs and bytes moved, as sums of products of symbols (T tokens, R requests, S sampled rows, C context rows);
-    ``dtype`` is what the arithmetic multiplies in."""
+    """FLOPs and bytes moved, as sums of products of symbols: T tokens, R requests, S sampled rows, C context rows of a
+    request, C<512 at most 512 of them. ``dtype`` is what the arithmetic multiplies in."""
 
     flops: Form
     traffic: Form
@@ -25,33 +25,52 @@ class Cost:
 
 
 def weight_bytes(spec: TensorSpec, packed: PackedBytes) -> int:
-    """Bytes a weight takes in memory."""
-    if spec.format is None:
-        return prod(spec.shape) * DTYPE_BYTES[spec.dtype]
-    return packed(spec.format, spec.shape)
+    """Bytes a weight takes in memory: packed when it has a format, else dense."""
+    return packed(spec.format, spec.shape) if spec.format else prod(spec.shape) * DTYPE_BYTES[spec.dtype]
 
 
 def cost_of(spec: OpSpec, packed: PackedBytes) -> Cost:
     operator = row(spec.op)
     attrs = operator.complete(spec.attrs)
-    traffic: Form = {}
-    for operand in (*spec.operands, *spec.results):
-        traffic = added(traffic, _moved(spec, operand, packed))
-    integer = any(isinstance(o, TensorSpec) and o.dtype == "i8" for o in spec.operands)
-    return Cost(operator.cost(attrs, spec.operands, spec.results), traffic, "i8" if integer else "f32")
+    whole = [_bytes(o, packed) for o in (*spec.operands, *spec.results)]
+    for i, operand in enumerate(spec.operands):
+        if isinstance(operand, StateSpec):
+            whole[i] = _state_bytes(operand, operator.appends)
+    if operator.gathers:
+        table, rows = operator.gathers
+        whole[table] = _row_bytes(spec.operands[table], spec.operands[rows], packed)
+    integer = any(o.dtype == "i8" for o in spec.operands if isinstance(o, TensorSpec))
+    return Cost(operator.cost(attrs, spec.operands, spec.results), added(*whole), "i8" if integer else "f32")
 
 
-def _moved(spec: OpSpec, operand, packed: PackedBytes) -> Form:
-    if isinstance(operand, StateSpec):
-        row_bytes = sum(heads * width for _, heads, width in operand.parts) * DTYPE_BYTES[operand.dtype]
-        return {"T": row_bytes, "R*C": row_bytes}
-    if operand.format is None:
-        return scaled(size(operand.shape), DTYPE_BYTES[operand.dtype])
-    if row(spec.op).factors.startswith("t,vd"):  # a lookup reads the rows of its tokens, not the table
-        return {"T": packed(operand.format, operand.shape) // operand.shape[0]}
-    return {"": packed(operand.format, operand.shape)}
+def _bytes(spec: TensorSpec | StateSpec, packed: PackedBytes) -> Form:
+    """All of a tensor, once."""
+    if isinstance(spec, StateSpec):
+        return {}
+    if spec.format is not None:
+        return {"": weight_bytes(spec, packed)}
+    return scaled(size(spec.shape), DTYPE_BYTES[spec.dtype])
+
+
+def _state_bytes(spec: StateSpec, appends: bool) -> Form:
+    """The rows that the step's tokens append, and the context rows that each request reads."""
+    row_bytes = sum(heads * width for _, heads, width in spec.parts) * DTYPE_BYTES[spec.dtype]
+    read = {f"R*{context_symbol(spec.window)}": row_bytes}
+    return added({"T": row_bytes}, read) if appends else read
+
+
+def _row_bytes(table: TensorSpec, rows: TensorSpec, packed: PackedBytes) -> Form:
+    """The rows of a table that a lookup reads."""
+    if table.format is not None:
+        return scaled(size(rows.shape), weight_bytes(table, packed) // table.shape[0])
+    return scaled(size((*rows.shape, *table.shape[1:])), DTYPE_BYTES[table.dtype])
 
 
 def evaluate(form: Form, symbols: Mapping[str, float]) -> float:
     """A Form's value for given symbol values."""
-    return sum(n * prod(symbols[s] for s in key.split("*") if s) for key, n in form.items())
+    return sum(n * prod(_value(s, symbols) for s in key.split("*") if s) for key, n in form.items())
+
+
+def _value(symbol: str, symbols: Mapping[str, float]) -> float:
+    name, _, most = symbol.partition("<")
+    return min(symbols[name], int(most)) if most else symbols[name]

@@ -103,10 +103,9 @@ class _Emitter:
         if name in self.slots:
             return self._buffer(f"state:{name}", "state", TensorSpec("u8", ()), bytes=0, source=name)
         spec = self.weights[name].spec
-        packed = weight_bytes(spec, self.codegen.packed_bytes)
-        dtype = "u8" if spec.format else spec.dtype
-        shape = (packed,) if spec.format else spec.shape
-        return self._buffer(f"weight:{name}", "weight", TensorSpec(dtype, shape), bytes=packed, source=name)
+        size = weight_bytes(spec, self.codegen.packed_bytes)
+        held = TensorSpec("u8", (size,)) if spec.format else spec
+        return self._buffer(f"weight:{name}", "weight", held, bytes=size, source=name)
 
     def _place(self, text: str, spec, frame: int, arguments: list[str], results: list[str]) -> str:
         """The handle of a place as seen from within one function."""

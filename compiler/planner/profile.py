@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from adaptc.ir import dialect
 from adaptc.ir.build import short_name
 from adaptc.ir.module import STEP, Program, callee, source_of, spec_of
 from adaptc.planner.cost import PackedBytes, cost_of, evaluate
@@ -49,15 +50,23 @@ def profile(program: Program, target: Target, packed: PackedBytes, *, tokens: in
 
 
 def places(program: Program):
-    """(absolute module path, operation) of every operator as often as it runs, in program order."""
+    """(absolute module path, operation) of every operator as often as it runs, in program order. A view that costs no
+    kernel, as the lowered stage says by an empty list of them, isn't run."""
     functions = program.functions()
     for op in functions[STEP].entry_block.operations:
         if op.operation.name == "func.call":
             for inner in functions[callee(op)].entry_block.operations:
-                if inner.operation.name.startswith("adaptc."):
+                if _runs(inner):
                     yield ".".join(filter(None, (source_of(op), source_of(inner)))), inner
-        elif op.operation.name.startswith("adaptc.") and short_name(op) != "get":
+        elif _runs(op):
             yield source_of(op), op
+
+
+def _runs(op) -> bool:
+    attributes = op.operation.attributes
+    if not op.operation.name.startswith("adaptc.") or short_name(op) in dialect.DECLARATIONS:
+        return False
+    return "kernels" not in attributes or len(attributes["kernels"]) > 0
 
 
 def kind_of(path: str) -> str:

@@ -190,6 +190,7 @@ class GgufSource(Source):
 
     def _rope_scaling(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """transformers' rope parameters beyond the base frequency, from metadata or from stored factors."""
+        kind = own.get("rope.scaling.type", "none")
         if _ROPE_FACTORS in self.tensors:
             factors = self.tensors[_ROPE_FACTORS].values().reshape(-1)
             rope = llama3_scaling(factors.tolist(), own.get("rope.freq_base", 10000.0))
@@ -198,9 +199,12 @@ class GgufSource(Source):
                     f"the rotary factors in {_ROPE_FACTORS} of {self.name} follow no rule that adaptc knows "
                     "(it knows Llama 3's)."
                 )
+            if rope and kind != "none":
+                raise UnsupportedError(
+                    f"{self.name} scales rotary positions twice: by {_ROPE_FACTORS} and by the rule {kind!r}."
+                )
             if rope:
                 return rope
-        kind = own.get("rope.scaling.type", "none")
         if kind == "none":
             return {}
         return {"rope_type": kind} | {

@@ -58,6 +58,17 @@ class Target:
     key_block: int
     tile: str
 
+    def __post_init__(self):
+        figures = {f"compute[{name}]": value for name, value in self.compute.items()}
+        figures |= {f"bandwidth of {part.name}": part.bandwidth for part in (*self.memory, *self.links)}
+        for name, value in {**figures, "key_block": self.key_block}.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if self.default_level not in self.levels:
+            raise ValueError(f"default_level {self.default_level!r} is none of its levels")
+        if not self.memory:
+            raise ValueError("memory must have at least one level, which holds the weights")
+
     def level(self, wanted: str) -> str:
         if wanted and wanted not in self.levels:
             raise one_of(f"level of target {self.name}", wanted, self.levels)
@@ -65,13 +76,21 @@ class Target:
 
     def ridge(self, dtype: str) -> float:
         """Operations a byte at which compute and memory take equally long: more is compute-bound."""
+        if dtype not in self.compute:
+            raise one_of(f"dtype that target {self.name} computes in", dtype, self.compute)
         return self.compute[dtype] / self.memory[-1].bandwidth
 
 
 def _files() -> dict[str, Path]:
     folders = [Path(__file__).parent]
     folders += [Path(p.load()) for p in sorted(entry_points(group="adaptc.targets"), key=lambda p: p.name)]
-    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.json"))}
+    found: dict[str, Path] = {}
+    for file in (file for folder in folders for file in sorted(folder.glob("*.json"))):
+        if file.stem in found:
+            raise InputError(f"target {file.stem!r} is described twice, by {found[file.stem]} and {file}.",
+                             hint="Uninstall one of the packages that bring them.")
+        found[file.stem] = file
+    return found
 
 
 def names() -> list[str]:
@@ -79,6 +98,7 @@ def names() -> list[str]:
 
 
 def target(name: str) -> Target:
+    """The target called ``name``. OptionError lists the known ones; InputError says what is wrong with its file."""
     files = _files()
     if name not in files:
         raise one_of("target", name, sorted(files))
@@ -88,7 +108,12 @@ def target(name: str) -> Target:
         data["links"] = tuple(Link(**link) for link in data["links"])
         for key in ("levels", "dtypes"):
             data[key] = tuple(data[key])
+        if data["name"] != name:
+            raise ValueError(f"it calls itself {data['name']!r}")
         return Target(**data)
-    except (KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise InputError(f"target file {files[name].name} is not a target: it has no {error}.",
+                         hint="Compare it with cpu.json.") from error
+    except (TypeError, ValueError) as error:
         raise InputError(f"target file {files[name].name} is not a target: {error}.",
                          hint="Compare it with cpu.json.") from error

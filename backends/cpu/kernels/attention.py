@@ -104,7 +104,7 @@ _PICK = (
 
 
 def _sums(e: Emitter, parts: Sequence[Value], stage: int = 0) -> Value:
-    """2^k vectors → one, by ``k`` stages of the tree that starts at ``stage``; after three, lane i is part i's sum."""
+    """2^k vectors → one, by k stages of the tree from ``stage`` on; after all three, lane i is part i's sum."""
     while len(parts) > 1:
         low, high = _PICK[stage]
         pairs = zip(parts[::2], parts[1::2])
@@ -327,8 +327,8 @@ def append_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def attend_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
-    query, out = (f"{role}:f32[T,{params['heads']},{params[w]}]" for role, w in (("in", "width"), ("out", "value_width")))
-    return (query, "in:i32[T]", "in:i32[T]", *_state(params), out)
+    query, out = (f"f32[T,{params['heads']},{params[name]}]" for name in ("width", "value_width"))
+    return (f"in:{query}", "in:i32[T]", "in:i32[T]", *_state(params), f"out:{out}")
 
 
 FAMILIES = {

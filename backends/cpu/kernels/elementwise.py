@@ -17,10 +17,10 @@ from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, TensorSpec
 PIECE = 1024
 """Columns of one unit of work; a multiple of the lanes."""
 
-CARRIED = {"f32": "f32", "f16": "f32", "bf16": "f32", "i32": "i32", "i8": "i32", "u8": "i32", "i1": "i1"}
+CARRIED = {"f32": "f32", "f16": "f32", "bf16": "f32", "i64": "i64", "i32": "i32", "i8": "i32", "u8": "i32", "i1": "i1"}
 """Element dtype in memory → element type of the registers that hold it."""
 
-STORED = {"f32": "f32", "f16": "i16", "bf16": "i16", "i32": "i32", "i8": "i8", "u8": "i8", "i1": "i8"}
+STORED = {"f32": "f32", "f16": "i16", "bf16": "i16", "i64": "i64", "i32": "i32", "i8": "i8", "u8": "i8", "i1": "i8"}
 """Element dtype → type it is read and written as."""
 
 PREDICATES = {
@@ -36,10 +36,18 @@ WHOLE = {
     "add": Emitter.add, "sub": Emitter.sub, "mul": Emitter.mul, "max": Emitter.max, "min": Emitter.min,
     "neg": Emitter.neg, "abs": lambda e, x: e.max(x, e.neg(x)),
 }  # fmt: skip
-"""Arithmetic on i32."""
+"""Arithmetic on integers."""
 
-ARITHMETIC = {"f32": {**vmath.UNARY, **vmath.BINARY}, "i32": WHOLE, "i1": BITS}
+ARITHMETIC = {"f32": {**vmath.UNARY, **vmath.BINARY}, "i64": WHOLE, "i32": WHOLE, "i1": BITS}
 """dtype → operators on it."""
+
+
+CONVERSIONS = {
+    ("i1", "f32"): "uitofp", ("i32", "f32"): "sitofp", ("i64", "f32"): "sitofp", ("f32", "i32"): "fptosi",
+    ("f32", "i64"): "fptosi", ("i1", "i32"): "extui", ("i1", "i64"): "extui", ("i32", "i64"): "extsi",
+    ("i64", "i32"): "trunci",
+}  # fmt: skip
+"""(from, to) in registers → arith conversion."""
 
 
 # ---- elements in memory
@@ -84,9 +92,8 @@ def convert(e: Emitter, x: Value, source: str, target: str) -> Value:
     if target == "i1":
         return x if source == "i1" else e.compare("une" if start == "f32" else "ne", x, 0)
     if start != end:
-        names = {("i1", "f32"): "uitofp", ("i32", "f32"): "sitofp", ("i1", "i32"): "extui", ("f32", "i32"): "fptosi"}
-        x = e.cast(names[start, end], x, end)
-    exact = target in ("f32", "i32") or source == target
+        x = e.cast(CONVERSIONS[start, end], x, end)
+    exact = target in ("f32", "i32", "i64") or source == target
     return x if exact else widen(e, narrow(e, x, target), target)
 
 
@@ -129,7 +136,8 @@ def run_body(e: Emitter, body: Body, values: Sequence[Value], kinds: Sequence[st
         kind = kinds[indices[0]] if indices else ""
         if name == "constant":
             constants[len(values)] = attrs["value"]
-            result = e.const(attrs["value"], vec(LANES, CARRIED[attrs["dtype"]]))
+            register = CARRIED[attrs["dtype"]]
+            result = convert(e, e.const(attrs["value"], vec(LANES, register)), register, attrs["dtype"])
         elif name == "cast":
             result = convert(e, args[0], kind, attrs["dtype"])
         elif name == "compare":
@@ -251,14 +259,15 @@ def emit(params: Mapping[str, Any], symbol: str) -> str:
     return e.text(symbol)
 
 
-def _describe(dtype: str, shape: Sequence[int | str]) -> str:
+def describe(dtype: str, shape: Sequence[int | str]) -> str:
+    """A tensor as signatures write it: ``f32[T,9,64]``."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        *(f"in:{_describe(*operand)}" for operand in params["operands"]),
-        *(f"out:{_describe(dtype, params['shape'])}" for dtype in params["results"]),
+        *(f"in:{describe(*operand)}" for operand in params["operands"]),
+        *(f"out:{describe(dtype, params['shape'])}" for dtype in params["results"]),
     )
 
 

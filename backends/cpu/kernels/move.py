@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adaptc.backends.cpu.kernels.base import LANES, Emitter, Family, Value, vec
-from adaptc.backends.cpu.kernels.elementwise import CARRIED, STORED, dense, narrow, product, split
+from adaptc.backends.cpu.kernels.base import LANES, Emitter, Family, vec
+from adaptc.backends.cpu.kernels.elementwise import CARRIED, STORED, convert, dense, describe, narrow, product, split
 from adaptc.backends.cpu.kernels.rows import copy
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, TensorSpec
 
@@ -20,10 +20,6 @@ Factors = tuple[int | str, ...]
 
 MAX_CONSTANT = 4096
 """Elements of a constant that is written out as instructions."""
-
-
-def _text(dtype: str, shape: Sequence[int | str]) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def strides_of(shape: Sequence[int | str]) -> tuple[Factors, ...]:
@@ -65,7 +61,7 @@ def emit_move(params: Mapping[str, Any], symbol: str) -> str:
 
 
 def move_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
-    return f"in:{_text(params['dtype'], params['source'])}", f"out:{_text(params['dtype'], params['target'])}"
+    return f"in:{describe(params['dtype'], params['source'])}", f"out:{describe(params['dtype'], params['target'])}"
 
 
 def _move(x: TensorSpec, result: TensorSpec, box, source_strides, target_strides, source_start=(0,),
@@ -182,7 +178,7 @@ def emit_fill(params: Mapping[str, Any], symbol: str) -> str:
 
 
 def fill_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
-    return (f"out:{_text(params['dtype'], params['shape'])}",)
+    return (f"out:{describe(params['dtype'], params['shape'])}",)
 
 
 def _fill(result: TensorSpec, value: Any) -> KernelUse:
@@ -219,9 +215,8 @@ def emit_iota(params: Mapping[str, Any], symbol: str) -> str:
     sizes = [product(e, (size,)) for size in shape]
     low, high = e.share(product(e, shape))
     with e.loop(low, high) as number:
-        index = e.cast("trunci", split(e, number.index, sizes)[params["axis"]], "i32")
-        value: Value = e.cast("sitofp", index, "f32") if CARRIED[dtype] == "f32" else index
-        e.store(narrow(e, value, dtype), e.at(out, number.index, kind))
+        index = split(e, number.index, sizes)[params["axis"]]
+        e.store(narrow(e, convert(e, index, "i64", dtype), dtype), e.at(out, number.index, kind))
     return e.text(symbol)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
 from adaptc.backends.cpu.kernels.base import F32X8, LANES, Emitter, Family, Value
-from adaptc.backends.cpu.kernels.elementwise import dense, product
+from adaptc.backends.cpu.kernels.elementwise import dense, describe, product
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection
 
 
@@ -67,7 +67,7 @@ def _emit(params: Mapping[str, Any], symbol: str, residual: bool) -> str:
 
 
 def _signature(params: Mapping[str, Any], residual: bool) -> tuple[str, ...]:
-    rows = f"f32[{','.join(map(str, params['shape']))}]"
+    rows = describe("f32", params["shape"])
     count = 2 if residual else 1
     return (*(f"in:{rows}",) * count, f"in:f32[{params['shape'][-1]}]", *(f"out:{rows}",) * count)
 

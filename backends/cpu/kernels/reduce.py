@@ -12,8 +12,8 @@ from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
 from adaptc.backends.cpu.kernels.base import LANES, Emitter, Family, Value, vec
-from adaptc.backends.cpu.kernels.elementwise import dense, product, split
-from adaptc.backends.cpu.kernels.move import _text, strides_of
+from adaptc.backends.cpu.kernels.elementwise import dense, describe, product, split
+from adaptc.backends.cpu.kernels.move import strides_of
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection
 
 COMBINE: dict[str, tuple[Callable[[Emitter, Value, Value], Value], dict[str, float]]] = {
@@ -67,7 +67,7 @@ def emit_reduce(params: Mapping[str, Any], symbol: str) -> str:
 
 
 def reduce_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
-    return f"in:{_text(params['dtype'], params['shape'])}", f"out:{_text(params['dtype'], params['result'])}"
+    return f"in:{describe(params['dtype'], params['shape'])}", f"out:{describe(params['dtype'], params['result'])}"
 
 
 def select_reduce(spec: OpSpec) -> Selection | None:
@@ -85,7 +85,8 @@ def emit_dot(params: Mapping[str, Any], symbol: str) -> str:
     """result[batch, rest of x, rest of y] = Σ over the contracted axis."""
     e = Emitter()
     x, y, out = (e.buffer(i) for i in range(3))
-    shapes, contracted, batch = (params["x"], params["y"]), (params["contract_x"], params["contract_y"]), params["batch"]
+    shapes, batch = (params["x"], params["y"]), params["batch"]
+    contracted = (params["contract_x"], params["contract_y"])
     strides = [[product(e, s) for s in strides_of(shape)] for shape in shapes]
     free = [[i for i in range(len(s)) if i not in batch and i != c] for s, c in zip(shapes, contracted)]
     dims = [shapes[0][i] for i in batch] + [s[i] for s, f in zip(shapes, free) for i in f]
@@ -123,7 +124,7 @@ def emit_dot(params: Mapping[str, Any], symbol: str) -> str:
 
 
 def dot_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*(f"in:{_text('f32', params[k])}" for k in ("x", "y")), f"out:{_text('f32', params['result'])}")
+    return (*(f"in:{describe('f32', params[k])}" for k in ("x", "y")), f"out:{describe('f32', params['result'])}")
 
 
 def select_dot(spec: OpSpec) -> Selection | None:

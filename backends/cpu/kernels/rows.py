@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from adaptc.backends.cpu.kernels.base import F32X8, LANES, Emitter, Family, Value, vec
-from adaptc.backends.cpu.kernels.elementwise import STORED, dense, product
+from adaptc.backends.cpu.kernels.elementwise import STORED, dense, describe, product
 from adaptc.plan import DTYPE_BYTES
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection
 
@@ -43,8 +43,8 @@ def emit_rope(params: Mapping[str, Any], symbol: str) -> str:
 
 def rope_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     tokens, heads, width = params["tokens"], params["heads"], params["width"]
-    rows, angles = f"f32[{tokens},{heads},{width}]", f"in:f32[{tokens},{width}]"
-    return f"in:{rows}", angles, angles, f"out:{rows}"
+    rows, angles = describe("f32", (tokens, heads, width)), describe("f32", (tokens, width))
+    return f"in:{rows}", f"in:{angles}", f"in:{angles}", f"out:{rows}"
 
 
 def select_rope(spec: OpSpec) -> Selection | None:
@@ -63,7 +63,8 @@ def emit_gather(params: Mapping[str, Any], symbol: str) -> str:
     low, high = e.share(product(e, params["rows"]))
     lanes = LANES * 4 // DTYPE_BYTES[params["dtype"]]
     with e.loop(low, high) as number:
-        row = e.cast("extsi", e.load(e.at(rows, number.index, "i32"), "i32"), "i64")
+        row = e.load(e.at(rows, number.index, params["index"]), params["index"])
+        row = row if row.type == "i64" else e.cast("extsi", row, "i64")
         source, target = e.at(x, e.mul(row, columns), kind), e.at(out, e.mul(number.index, columns), kind)
         copy(e, source, target, columns, kind, lanes)
     return e.text(symbol)
@@ -79,17 +80,18 @@ def copy(e: Emitter, source: Value, target: Value, count: Value, kind: str, lane
 
 
 def gather_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
-    list_ = lambda *dims: ",".join(map(str, dims))
     dtype, row, rows = params["dtype"], params["row"], params["rows"]
-    return f"in:{dtype}[{list_(params['height'], *row)}]", f"in:i32[{list_(*rows)}]", f"out:{dtype}[{list_(*rows, *row)}]"
+    source, result = describe(dtype, (params["height"], *row)), describe(dtype, (*rows, *row))
+    return f"in:{source}", f"in:{describe(params['index'], rows)}", f"out:{result}"
 
 
 def select_gather(spec: OpSpec) -> Selection | None:
     x, rows = spec.operands
-    if not (dense(x) and dense(rows)) or rows.dtype != "i32" or spec.attrs.get("axis", 0) != 0:
+    if not (dense(x) and dense(rows)) or rows.dtype not in ("i32", "i64") or spec.attrs.get("axis", 0) != 0:
         return None
-    params = (("dtype", x.dtype), ("height", x.shape[0]), ("row", x.shape[1:]), ("rows", rows.shape))
-    return Selection((KernelUse(KernelSpec("gather_rows", params), ("operand:0", "operand:1", "result:0")),))
+    params = {"dtype": x.dtype, "height": x.shape[0], "index": rows.dtype, "row": x.shape[1:], "rows": rows.shape}
+    kernel = KernelSpec("gather_rows", tuple(sorted(params.items())))
+    return Selection((KernelUse(kernel, ("operand:0", "operand:1", "result:0")),))
 
 
 FAMILIES = {"rope": Family(emit_rope, rope_signature), "gather_rows": Family(emit_gather, gather_signature)}

@@ -1,0 +1,114 @@
+"""What can't be captured is refused by name: operator, module and source line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, GptOssConfig, LlamaConfig
+
+from adaptc.capture import capture_module
+from adaptc.errors import CaptureError
+
+torch.set_num_threads(1)
+
+SMALL = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=50,
+             max_position_embeddings=64, num_hidden_layers=1)
+
+
+class Mixer(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.conv = torch.nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def llama(function) -> torch.nn.Module:
+    module = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), dtype=torch.float32)
+    module.lm_head = torch.nn.Sequential(Mixer(function), module.lm_head)
+    return module.eval()
+
+
+def error(module) -> str:
+    with pytest.raises(CaptureError) as caught:
+        capture_module(module, module.config)
+    return str(caught.value)
+
+
+MIXERS = {
+    "mean": (lambda m, x: x + x.mean(1, keepdim=True), "reduce"),
+    "mean_of_all": (lambda m, x: x * x.mean(), "reduce"),
+    "softmax": (lambda m, x: torch.softmax(x, 1), "reduce"),
+    "view": (lambda m, x: x.reshape(1, 32, x.shape[1]).transpose(1, 2) + x, "reshape"),
+    "pairs": (lambda m, x: (x @ x.transpose(1, 2)).sum(2, keepdim=True) + x, "dot_general"),
+    "pairs_of_sums": (lambda m, x: (x.sum(2)[:, :, None] * x.sum(2)[:, None]).amax(2, keepdim=True) + x, "mul"),
+    "contraction": (lambda m, x: (x.transpose(1, 2) @ x).sum(1)[:, None] + x, "dot_general"),
+    "first_token": (lambda m, x: x + x[:, :1], "aten.slice.Tensor"),
+    "last_token": (lambda m, x: x + x[:, -1:], "aten.slice.Tensor"),
+    "count": (lambda m, x: x / x.shape[1], "aten.div.Tensor"),
+    "embedded": (lambda m, x: torch.nn.functional.embedding(torch.arange(x.shape[1]), x[0]).unsqueeze(0), "embedding"),
+    "flip": (lambda m, x: x.flip(1), "aten.flip.default"),
+    "cumsum": (lambda m, x: x.cumsum(1), "aten.cumsum.default"),
+    "conv": (lambda m, x: m.conv(x.transpose(1, 2)).transpose(1, 2), "aten.conv"),
+    "roll": (lambda m, x: x.roll(1, 1), "aten.roll.default"),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixing_tokens_outside_attention_is_refused(name):
+    function, operator = MIXERS[name]
+    message = error(llama(function))
+    line = Mixer.forward.__code__.co_firstlineno + 1
+    assert operator in message
+    assert "module lm_head.0" in message
+    assert re.search(rf"test_capture_errors\.py:{line}\b", message), message
+
+
+def test_functions_of_one_token_and_its_position_pass():
+    program = capture_module(llama(lambda m, x: x * torch.arange(x.shape[1]).float()[None, :, None].cos()), LlamaConfig(**SMALL))
+    assert program.stage == "captured"
+
+
+def test_every_unknown_operator_is_listed():
+    message = error(llama(lambda m, x: torch.special.bessel_j0(x) + torch.special.erfcx(x) + torch.special.bessel_j0(x)))
+    assert "2 operator(s)" in message and "1 more place" in message
+    assert "special_bessel_j0" in message and "special_erfcx" in message
+
+
+def test_attention_keywords_without_a_meaning_here():
+    config = GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, head_dim=8,
+                          layer_types=["full_attention"])
+    message = error(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    assert "s_aux" in message and "model.layers.0.self_attn" in message and "GptOssAttention" in message
+
+
+def test_masks_of_another_kind():
+    config = Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True)
+    message = error(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    assert "or_mask_function" in message and "gemma3_text" in message
+
+
+def test_attention_that_is_written_out():
+    config = BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=50)
+    assert "bloom" in error(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).lower()
+
+
+def test_hooks_are_removed_after_an_error():
+    from transformers import masking_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama import modeling_llama
+
+    error(llama(lambda m, x: x.flip(1)))
+    assert "adaptc" not in ALL_ATTENTION_FUNCTIONS
+    assert modeling_llama.create_causal_mask is masking_utils.create_causal_mask
+
+
+def test_large_buffers():
+    module = llama(lambda m, x: x + m.table[:32].to(x))
+    module.lm_head[0].register_buffer("table", torch.zeros(1 << 17), persistent=False)
+    message = error(module)
+    assert "lm_head.0.table" in message and "131072" in message

@@ -1,0 +1,69 @@
+"""Every pass on its cases (tests/passes/*.mlir): what it does, what it declines, and that meanings stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+
+import numpy as np
+import pytest
+from mlir_cases import FOLDER, build, cases, check, pass_class
+
+import adaptc.passes
+from adaptc.backends.reference.interpreter import Reference
+from adaptc.errors import AdaptcError
+from adaptc.ir import legality
+from adaptc.ir.module import Program
+from adaptc.passes.base import PROPERTIES, run_pass, snake
+
+OTHER = {"base", "pipeline", "lowered"}
+"""Modules of the package that aren't passes."""
+
+NAMES = sorted(m.name for m in pkgutil.iter_modules(adaptc.passes.__path__) if m.name not in OTHER)
+
+
+def meaning(program: Program) -> np.ndarray:
+    """Logits of two requests over a prefill and a decode step, with random weights."""
+    rng = np.random.default_rng(3)
+    weights = {n: rng.standard_normal(w.spec.shape).astype(np.float32) for n, w in sorted(program.weights().items())}
+    reference = Reference(program, weights.__getitem__)
+    first = reference.step(rng.integers(0, 8, 6), [0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1], [2, 5])
+    return np.concatenate([first, reference.step([1, 2], [3, 3], [0, 1], [0, 1])])
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
+def test_case(case):
+    assert case.file == case.get("RUN")
+    program = Program.parse(case.text, case.name)
+    legality.check(program)
+    before, text = meaning(program), program.text()
+    if case.get("ERROR"):
+        with pytest.raises(AdaptcError) as caught:
+            run_pass(program, build(case))
+        assert case.get("ERROR") in str(caught.value)
+        return
+    run_pass(program, build(case))
+    after = program.text()
+    check(case, after)
+    assert (after == text) == (case.get("DECLINE") is not None), after
+    assert Program.parse(after).text() == after
+    np.testing.assert_allclose(meaning(program), before, rtol=0, atol=float(case.get("TOLERANCE") or 1e-5))
+    again = build(case)
+    run_pass(program, again)
+    assert program.text() == after or case.get("TOLERANCE"), "a second run must find nothing to do"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pass_is_a_frozen_dataclass_in_the_file_of_its_name(name):
+    one = pass_class(name)
+    assert dataclasses.is_dataclass(one) and one.__dataclass_params__.frozen
+    assert snake(one.__name__) == one.name == name
+    assert set(one.ensures) <= set(PROPERTIES)
+    assert one.__doc__ and importlib.import_module(f"adaptc.passes.{name}").__doc__
+
+
+def test_every_pass_has_cases():
+    with_files = {path.stem for path in FOLDER.glob("*.mlir")}
+    elsewhere = {"decompose", "select_kernels", "plan_memory"}  # need a backend: test_passes_lowering.py
+    assert with_files | elsewhere == set(NAMES)
