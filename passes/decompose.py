@@ -8,7 +8,7 @@ from typing import Callable, ClassVar
 from adaptc.errors import UnsupportedError
 from adaptc.ir.module import Program, spec_of
 from adaptc.ir.rewrite import Node, merge_equal, nodes, remove_dead
-from adaptc.protocol import OpSpec
+from adaptc.protocol import OpSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Decompose:
         missing: list[str] = []
         with program.editing():
             for name, function in program.functions().items():
-                while any([self._lower(node) for node in nodes(function)]):
+                while sum(self._lower(node) for node in nodes(function)):  # what came of them may be lacking too
                     pass
                 merge_equal(function)
                 remove_dead(function)
@@ -48,7 +48,7 @@ class Decompose:
 
 def _describe(node: Node) -> str:
     found = spec_of(node.op)
-    brief = lambda s: f"{getattr(s, 'dtype')}{list(getattr(s, 'shape', ()))}"  # noqa: E731
-    stored = [s.format.name for s in found.operands if getattr(s, "format", None)]
-    text = f"{found.op}({', '.join(brief(s) for s in found.operands)}) in module {node.source or '<root>'}"
+    operands = ", ".join(f"{s.dtype}{list(s.shape)}" if isinstance(s, TensorSpec) else "state" for s in found.operands)
+    stored = [s.format.name for s in found.operands if isinstance(s, TensorSpec) and s.format]
+    text = f"{found.op}({operands}) in module {node.source or '<root>'}"
     return text + (f", weights {', '.join(stored)}" if stored else "")

@@ -12,8 +12,10 @@ from adaptc.ops.elementwise import UNARY
 
 @dataclass(frozen=True)
 class FuseGatedLinear:
-    """act(x·gateᵀ) · (x·upᵀ) → gated_linear, for any unary activation of the table. Declined: projections with a
-    bias, of different inputs or shapes, or whose results are used elsewhere."""
+    """act(x·gateᵀ) · (x·upᵀ) → gated_linear, for any unary activation of the table.
+
+    Declined: projections with a bias, of different inputs or shapes, or whose results are used elsewhere.
+    """
 
     name: ClassVar[str] = "fuse_gated_linear"
     requires: ClassVar[tuple[str, ...]] = ("captured",)

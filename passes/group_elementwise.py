@@ -16,10 +16,10 @@ from adaptc.protocol import OpSpec
 
 @dataclass(frozen=True)
 class GroupElementwise:
-    """Maximal groups: an operator joins the group of its users when nobody else uses it and its result has the
-    group's shape (a smaller one only if it costs no arithmetic: it is then redone for each element). Groups of one shape that
-    read a common tensor become one group with several results. Scalar constants become part of the body. An
-    operator alone, without a constant, stays as it is.
+    """Maximal groups. An operator joins the group of its users when nobody else uses it and its result has the
+    group's shape, or a smaller one if it costs no arithmetic, since it is then redone for each element. Groups of one
+    shape that read a common tensor become one group with several results. Scalar constants become part of the body.
+    An operator alone, without a constant, stays as it is.
 
     supports   says whether a backend has the group; a group that it lacks isn't formed. None: all are formed.
     """

@@ -65,13 +65,15 @@ def fusion() -> tuple[Pass, ...]:
         # needs bodies as captured; before norms are raised, as (w - 1) + 1 must be w when the norm reads it
         HoistWeightMath(),
         CleanUp(),
+        # bigger patterns are made of smaller ones: norms from arithmetic before views move, as a view that splits the
+        # normalised axis would pass the arithmetic and tear it apart, but doesn't pass a norm
+        RaiseRmsNorm(),
         # hoisting left arguments unused; results that are arguments go before shapes at boundaries are changed
         TrimSignatures(),
         # boundaries first, then the insides: views can cancel only against those that stand at the boundaries
         DropUnitDims(),
         PushViews(),
-        # bigger patterns are made of smaller ones: norms and rope from arithmetic, before anything groups that
-        RaiseRmsNorm(),
+        # needs heads and widths on axes of their own, which moving views has brought about
         RaiseRope(),
         # rope reads cos and sin as [T, D]: the views that gave them a head dimension move to where they cancel
         PushViews(),

@@ -23,7 +23,7 @@ from adaptc.errors import OptionError
 from adaptc.ir import dialect
 from adaptc.ir.functions import bodies
 from adaptc.ir.module import STEP, Program, callee
-from adaptc.ir.rewrite import Node, nodes, spec
+from adaptc.ir.rewrite import nodes, spec
 from adaptc.passes.base import storage
 from adaptc.passes.select_kernels import scratch_of
 from adaptc.plan import DTYPE_BYTES

@@ -232,4 +232,17 @@ def _concat(node: Node, view: View) -> Restated:
     return [target[:axis] + (piece,) + target[axis + 1 :] for piece in pieces], {"axis": axis}
 
 
-THROUGH: dict[str, Callable[[Node, View], Restated]] = {"reduce": _reduce, "slice": _slice, "concat": _concat}
+def _last_axis(node: Node, view: View) -> Restated:
+    """The last axis, over which the operator works with its other operands, must stay the last as it is."""
+    x, *others = node.operands
+    if view.axis(len(view.old) - 1) != len(view.restate(view.old)) - 1:
+        return None
+    return [view.restate(view.old), *(spec(v).shape for v in others)], node.attrs
+
+
+THROUGH: dict[str, Callable[[Node, View], Restated]] = {
+    "reduce": _reduce,
+    "slice": _slice,
+    "concat": _concat,
+    "rms_norm": _last_axis,
+}

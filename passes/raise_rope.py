@@ -13,7 +13,8 @@ from adaptc.ir.rewrite import Node, find, rewrite, spec
 
 @dataclass(frozen=True)
 class RaiseRope:
-    """x·cos + concat(-x₂, x₁)·sin → rope, for x [T, H, D] with halves x₁, x₂ of D and cos, sin the same for all heads."""
+    """x·cos + concat(-x₂, x₁)·sin → rope, for x [T, H, D] with halves x₁, x₂ of D, and cos and sin the same for all
+    heads."""
 
     name: ClassVar[str] = "raise_rope"
     requires: ClassVar[tuple[str, ...]] = ("captured",)

@@ -26,6 +26,7 @@ class SinkSampledRows:
             for function in program.functions().values():
                 while any(_sink(node) for node in reversed(nodes(function)) if node.name == "gather_rows"):
                     remove_dead(function)
+                remove_dead(function)
 
 
 def _sink(gather: Node) -> bool:

@@ -37,9 +37,9 @@ def _trim_results(function, calls: list[Node]) -> None:
     keep = []
     for i, (value, root) in enumerate(zip(values, roots)):
         if root.owner == function.entry_block:
-            _use_instead(calls, i, value, lambda call, n=root.arg_number: call.operands[n])
+            _use_instead(calls, i, [call.operands[root.arg_number] for call in calls], value)
         elif root in roots[:i]:
-            _use_instead(calls, i, value, lambda call, n=roots.index(root): call.results[n])
+            _use_instead(calls, i, [call.results[roots.index(root)] for call in calls], value)
         if any(any(True for _ in call.results[i].uses) for call in calls):
             keep.append(i)
     if len(keep) < len(values):
@@ -48,10 +48,9 @@ def _trim_results(function, calls: list[Node]) -> None:
             replace_call(call, call.operands, [call.results[i].type for i in keep], keep)
 
 
-def _use_instead(calls: list[Node], index: int, value: ir.Value, source) -> None:
-    """Users of a call's result ``index`` get ``source(call)``, with the shape of ``value``."""
-    for call in calls:
-        found = source(call)
+def _use_instead(calls: list[Node], index: int, sources: list[ir.Value], value: ir.Value) -> None:
+    """Users of each call's result ``index`` get its source, with the shape of ``value``."""
+    for call, found in zip(calls, sources):
         if spec(found) != spec(value):
             found = call.builder_after().reshape(found, shape=spec(value).shape)
         call.results[index].replace_all_uses_with(found)

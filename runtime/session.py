@@ -68,7 +68,9 @@ def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int |
     pages = split_pages(plan, cache_bytes or default_cache_bytes(plan, memory_bytes()))
     backend = launcher(plan.backend)
     backend.check_host(plan)
-    executable = backend.load(plan, artifact.objects, artifact.weights, threads=threads or physical_cores(), pages=pages)
+    executable = backend.load(
+        plan, artifact.objects, artifact.weights, threads=threads or physical_cores(), pages=pages
+    )
     return Session(artifact, executable, pages, page_order_seed=page_order_seed)
 
 
@@ -337,8 +339,9 @@ def _is_batch(prompt) -> bool:
         raise RequestError(f"A prompt is text, a list of token ids or a list of chat messages, got {type(prompt)}.")
     kinds = {_kind(item) for item in prompt}
     if len(kinds) > 1 or "other" in kinds:
+        found = ", ".join(sorted({type(item).__name__ for item in prompt}))
         raise RequestError("A prompt is text, a list of token ids or a list of chat messages; a list of prompts holds "
-                           "prompts of one kind. Got " + ", ".join(sorted({type(i).__name__ for i in prompt})) + ".")  # fmt: skip
+                           f"prompts of one kind. Got {found}.")  # fmt: skip
     return kinds in ({"text"}, {"list"})
 
 

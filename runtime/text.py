@@ -84,9 +84,7 @@ class ChatTemplate:
         """The prompt that ``messages`` make. Raises RequestError with the template's own words when it refuses."""
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **values
-            )
+            return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
         except (jinja2.exceptions.TemplateError, TypeError, KeyError, ValueError) as error:
             raise RequestError(f"The model's chat template does not take these messages: {error}.") from error
 

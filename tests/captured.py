@@ -197,9 +197,9 @@ def values(program: Program, seed: int = 0):
     return found
 
 
-def logits(program: Program, weights, chunks=(5, 1, 3)) -> np.ndarray:
+def logits(program: Program, weights, chunks=(5, 1, 3), machine=Reference) -> np.ndarray:
     """Two requests, prefilled and decoded in chunks of a few tokens; logits of all sampled rows."""
-    reference = Reference(program, weights.__getitem__)
+    reference = machine(program, weights.__getitem__)
     rng = np.random.default_rng(7)
     position, out = 0, []
     for n in chunks:

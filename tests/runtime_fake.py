@@ -16,7 +16,9 @@ VOCABULARY, WIDTH, HEADS = 40, 4, 2
 DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
-def plan(*, page_size=4, windows=(0, 5), max_context=48, max_step_tokens=8, max_requests=4, max_rows=4, layers=2) -> Plan:
+def plan(
+    *, page_size=4, windows=(0, 5), max_context=48, max_step_tokens=8, max_requests=4, max_rows=4, layers=2
+) -> Plan:
     """One cache group a window, ``layers`` states in each."""
     groups, states = [], []
     for i, window in enumerate(windows):
@@ -67,7 +69,8 @@ class FakeExecutable:
         self.embedding = self.embedding.reshape(VOCABULARY, HEADS * WIDTH)
         limit = {s.name: s.max for s in plan_.symbols}
         self._inputs = {"tokens": np.zeros(limit["T"], np.int32), "positions": np.zeros(limit["T"], np.int32),
-                        "requests": np.zeros(limit["T"], np.int32), "sampled": np.zeros(limit["S"], np.int32)}  # fmt: skip
+                        "requests": np.zeros(limit["T"], np.int32),
+                        "sampled": np.zeros(limit["S"], np.int32)}  # fmt: skip
         for g in plan_.groups:
             self._inputs[f"pages:{g.name}"] = np.full((limit["R"], g.max_pages), -7, np.int32)
         self._logits = np.zeros((limit["S"], plan_.vocabulary), np.float32)

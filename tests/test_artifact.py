@@ -118,7 +118,7 @@ def test_every_bit_of_the_manifest_counts(tmp_path):
     path, good = out / "manifest.json", (out / "manifest.json").read_bytes()
     assert b"\\u001f" in good and b"1e-30" in good
     for at in range(len(good)):
-        for bit in range(8):
+        for bit in {at % 8, 5 if good[at] in b"ef" else at % 8}:  # bit 5 is the case of a letter
             bad = bytearray(good)
             bad[at] ^= 1 << bit
             path.write_bytes(bad)
@@ -168,7 +168,8 @@ def test_a_newer_format_says_so(out):
 
 
 @pytest.mark.parametrize("changes", [{"extra": 1}, {"files": 3}, {"files": {}}, {"files": {"x": {}}}, {"format": "1"},
-                                     {"format": 0}, {"files": {"../../etc/passwd": {"sha256": "", "size": 1}}}])  # fmt: skip
+                                     {"format": 0},
+                                     {"files": {"../../etc/passwd": {"sha256": "", "size": 1}}}])  # fmt: skip
 def test_a_manifest_of_another_shape_is_refused(out, changes):
     rewrite_manifest(out, **changes)
     with pytest.raises(ArtifactError):
@@ -220,7 +221,9 @@ def test_a_weight_or_object_that_the_plan_names_must_be_there(tmp_path):
         load_artifact(none)
 
 
-@pytest.mark.parametrize("path, words", [("nothing", "does not exist"), ("file", "is a file"), ("empty", "no manifest")])
+@pytest.mark.parametrize(
+    "path, words", [("nothing", "does not exist"), ("file", "is a file"), ("empty", "no manifest")]
+)
 def test_what_is_no_artifact(tmp_path, path, words):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()

@@ -15,7 +15,10 @@ import adaptc
 import tiny_gguf
 import tiny_models
 from adaptc import driver
-from adaptc.ir.module import STAGES
+from adaptc.backends.reference.interpreter import Reference
+from adaptc.ir.module import STAGES, Program
+from adaptc.sources import open_source
+from adaptc.weights import parameter
 
 FAMILIES = ("llama", "gemma3_text")
 
@@ -59,21 +62,28 @@ def test_logits_agree_with_the_authors_model(model, artifact, count):
             assert np.abs(session.score(tokens, chunk=chunk) - expected).max() < 1e-4 * np.abs(expected).max()
 
 
+def run_reference(model: Path, stage: str, tokens: list[int], chunk: int | None = None, **options) -> np.ndarray:
+    """Logits of a stage on the reference backend, with the weights as that stage stores them."""
+    program = Program.parse(driver.stage_text(model, stage, "cpu", **options))
+    weights, source = program.weights(), open_source(model)
+    return Reference(program, lambda name: parameter(source, weights[name])).score(tokens, chunk)
+
+
 @pytest.mark.parametrize("options", [
     {"weights": "bf16"}, {"weights": "int8", "kv": "bf16"}, {"weights": "int4", "kv": "f16"}, {"activations": "int8"},
     {"weights": "int8", "activations": "int8"}, {"page_size": 7}, {"max_context": 50, "max_requests": 2},
 ])
 def test_options(model, tmp_path, options):
-    """Each option works, changes numbers no more than it says, and keeps the equivalences."""
+    """Each option does what the laid-out program says, keeps the equivalences, and reports what it changed."""
     tokens = tokens_of(40)
-    expected = reference_logits(model, tokens)
+    expected = run_reference(model, "laid_out", tokens, **options)
     report = adaptc.compile(model, "cpu", output=tmp_path / "a.adapt", **options)
     with adaptc.load(tmp_path / "a.adapt", threads=2) as session:
         logits = session.score(tokens)
         assert np.array_equal(session.score(tokens, chunk=3), logits)
-        exact = set(options) <= {"page_size", "max_context", "max_requests"}
-        error = np.abs(logits - expected).max() / np.abs(expected).max()
-        assert error < (1e-4 if exact else 0.35)
+        # a code of an int8 activation, or a cached value, can round the other way in the oracle's wider arithmetic
+        rounds = options.get("weights") == "int8" and "activations" in options or "kv" in options
+        assert np.abs(logits - expected).max() < (2e-2 if rounds else 1e-4) * np.abs(expected).max()
         assert bool(report.conversion_errors) == (options.get("weights", "auto") != "auto")
         assert session.manifest["options"]["weights"] == options.get("weights", "auto")
 
@@ -89,18 +99,10 @@ def test_every_stage_gives_the_same_artifact(model, artifact, tmp_path, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_runs_on_the_reference_backend(model, stage):
-    from adaptc.backends.reference.interpreter import Reference
-    from adaptc.ir.module import Program
-    from adaptc.sources import open_source
-    from adaptc.weights import parameter
-
-    program = Program.parse(driver.stage_text(model, stage, "cpu", page_size=4))
-    weights, source = program.weights(), open_source(model)
     tokens = tokens_of(20)
     expected = reference_logits(model, tokens)
     for chunk in (None, 6):
-        logits = Reference(program, lambda name: parameter(source, weights[name])).score(tokens, chunk)
-        assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
+        assert np.abs(run_reference(model, stage, tokens, chunk) - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 def test_same_bytes_in_other_processes(model, artifact, tmp_path):

@@ -275,7 +275,9 @@ def test_a_failed_step_changes_nothing(error):
     empty(eng)
 
 
-@pytest.mark.parametrize("place", ["alloc", "free", "slide", "release", "_end", "_fill", "_sample", "_admit", "reserve"])
+@pytest.mark.parametrize(
+    "place", ["alloc", "free", "slide", "release", "_end", "_fill", "_sample", "_admit", "reserve"]
+)
 @pytest.mark.parametrize("after", [False, True])
 def test_an_interrupt_anywhere_loses_nothing(place, after, monkeypatch):
     """Ctrl-C just before or after any call that moves pages or requests: go on, and all is as without it."""

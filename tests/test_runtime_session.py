@@ -107,9 +107,11 @@ def test_score(ids_only):
 
 
 @pytest.mark.parametrize("prompt, words", [
-    ([], "prompt is empty"), ("", "text needs a tokenizer"), ([[]], "Prompt 0: .*empty"), ([[1], [1, 40]], "Prompt 1: .*40"),
-    ([1] * 49, "49 tokens; the artifact's context is 48"), ([1, "a"], "one kind. Got int, str"), (5, "A prompt is text"),
-    (None, "A prompt is text"), ([None], "Got NoneType"), ([1.0], "Got float"), ([True], "Got bool"), ({}, "A prompt is"),
+    ([], "prompt is empty"), ("", "text needs a tokenizer"), ([[]], "Prompt 0: .*empty"),
+    ([[1], [1, 40]], "Prompt 1: .*40"),
+    ([1] * 49, "49 tokens; the artifact's context is 48"), ([1, "a"], "one kind. Got int, str"),
+    (5, "A prompt is text"), ({}, "A prompt is"),
+    (None, "A prompt is text"), ([None], "Got NoneType"), ([1.0], "Got float"), ([True], "Got bool"),
 ])  # fmt: skip
 def test_prompts_that_are_refused(ids_only, prompt, words):
     with pytest.raises(RequestError, match=words):
@@ -273,7 +275,9 @@ def test_cache_bytes_are_split_so_that_no_group_runs_out_first(page_size):
     assert split_pages(plan_, one) == whole and bytes_of(plan_, whole) == one
     assert split_pages(plan_, 3 * one) == {n: 3 * c for n, c in whole.items()}
     assert split_pages(plan_, 10**12) == {n: plan_.max_requests * c for n, c in whole.items()}
-    assert default_cache_bytes(plan_, 2**50) == plan_.max_requests * one and default_cache_bytes(plan_, 8 * one) == 2 * one
+    assert (
+        default_cache_bytes(plan_, 2**50) == plan_.max_requests * one and default_cache_bytes(plan_, 8 * one) == 2 * one
+    )
     least = bytes_of(plan_, {g.name: 1 for g in plan_.groups})
     for size in range(least, 3 * one, max(1, one // 97)):
         pages = split_pages(plan_, size)
@@ -305,7 +309,8 @@ def test_the_runtime_runs_without_the_compiler(tmp_path):
         import sys
 
         class Blocker:
-            blocked = ("torch", "transformers", "torch_mlir", "gguf", "networkx", "click", "adaptc.passes", "adaptc.models",
+            blocked = ("torch", "transformers", "torch_mlir", "gguf", "networkx", "click",
+                       "adaptc.passes", "adaptc.models",
                        "adaptc.driver", "adaptc.cli", "adaptc.capture", "adaptc.ir", "adaptc.ops", "adaptc.sources")
             def find_spec(self, name, path=None, target=None):
                 if any(name == b or name.startswith(b + ".") for b in self.blocked):

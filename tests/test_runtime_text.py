@@ -14,7 +14,16 @@ from adaptc.errors import ArtifactError, RequestError
 from adaptc.runtime.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
 
 KINDS = {"byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer}
-TEXTS = ["Hello world", "  two  spaces ", "naïve café — “quotes”", "日本語のテキスト", "👩‍👩‍👧‍👦 family 👍🏽", "tabs\t\nand lines\n", "", "a"]
+TEXTS = [
+    "Hello world",
+    "  two  spaces ",
+    "naïve café — “quotes”",
+    "日本語のテキスト",
+    "👩‍👩‍👧‍👦 family 👍🏽",
+    "tabs\t\nand lines\n",
+    "",
+    "a",
+]
 
 
 def tokenizer(kind="byte level", **info) -> Tokenizer:
@@ -132,7 +141,8 @@ def test_templates_are_untrusted():
         return ChatTemplate(source).render([{"role": "user", "content": "x"}])
 
     for attack in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
-                   "{% set x = messages[0].update({'role': 'x'}) %}", "{{ raise_exception.__globals__['json'] }}"):  # fmt: skip
+                   "{% set x = messages[0].update({'role': 'x'}) %}",
+                   "{{ raise_exception.__globals__['json'] }}"):  # fmt: skip
         with pytest.raises(RequestError):
             render(attack)
     assert render("{{ raise_exception.__globals__ }}") == ""
@@ -182,3 +192,19 @@ def test_text_that_can_be_no_stop_is_not_held():
     assert [stream.push(p) for p in ("ab", "c<", "/e", "x", "</", "end>tail", "more")] == \
         ["ab", "c", "", "</ex", "", "", ""]  # fmt: skip
     assert stream.found and stream.flush() == ""
+
+
+def test_a_real_tokenizer_and_template(smollm2_gguf):
+    sources = pytest.importorskip("adaptc.sources")
+    found = sources.open_source(smollm2_gguf).text()
+    bos = found.special_tokens[found.bos_token]
+    tok = Tokenizer(found.tokenizer_json, TextInfo(bos, found.add_bos, found.stop_ids))
+    for text in (*TEXTS, *(TEXTS[4] + t for t in TEXTS), "def f(x):\n\treturn  x ** 2  # naïve\n" * 3):
+        pieces = streamed(tok, ids := tok.encode(text))
+        assert "".join(pieces) == tok.decode(ids) == text and not any("\ufffd" in piece for piece in pieces)
+    template = ChatTemplate(found.chat_template, {"bos_token": found.bos_token, "eos_token": found.eos_token})
+    chat = template.render([{"role": "user", "content": "Hi"}])
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    ids = tok.encode(chat)
+    assert ids.count(bos) == 3 and tok.decode(ids).endswith("user\nHi\nassistant\n")  # <|im_start|> is its BOS
+    assert found.special_tokens["<|im_end|>"] in tok.info.stop_ids

@@ -32,7 +32,10 @@ class Reference:
         self.functions = program.functions()
 
     def step(self, tokens, positions, requests, sampled, observe: Observer | None = None) -> np.ndarray:
-        """Logits f32[S, V] of the rows ``sampled``; rows are appended to the states at ``positions``."""
+        """Logits f32[S, V] of the rows ``sampled``; rows are appended to the states at ``positions``.
+
+        ``requests`` numbers each token's request; a number means the same request, and the same cache, in every step.
+        """
         inputs = dict(zip(ROLES, (tokens, positions, requests, sampled)))
         arguments = [np.asarray(inputs[role], np.int32) for role in ROLES]
         return self._run(self.program.step, arguments, "", observe)[0]

@@ -28,21 +28,14 @@ class Place:
         return f"module {self.module or '<root>'}{source}"
 
 
-def place_of(node: torch.fx.Node) -> Place:
-    return Place(_module(node), *_line(node.stack_trace or ""))
+def place_of(node: torch.fx.Node, module: str | None = None) -> Place:
+    """``module``: the path of the call, where it is known; else that of the module."""
+    return Place(_module(node) if module is None else module, *_line(node.stack_trace or ""))
 
 
 def _module(node: torch.fx.Node) -> str:
-    """Calls of the stack, each relative to the one around it, without the tracing wrapper's name."""
-    path, parent, calls = "", "", "0"
-    for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items():
-        if name != PREFIX and not name.startswith(PREFIX + "."):
-            continue
-        count = key.partition("@")[2] or "0"
-        step = name.removeprefix(parent).removeprefix(".") if parent else name
-        path += f".{step}" if count == calls else f".{step}@{count}"
-        parent, calls = name, count
-    return path.removeprefix("." + PREFIX).removeprefix(".")
+    names = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return names[-1].removeprefix(PREFIX).removeprefix(".") if names else ""
 
 
 def _line(trace: str) -> tuple[str, int]:

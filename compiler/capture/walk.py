@@ -12,6 +12,7 @@ from torch_mlir import ir
 from torch_mlir.dialects import func
 
 from adaptc.capture.aten import SKIPPED, TABLE, Mask
+from adaptc.capture.order import ordered
 from adaptc.capture.places import Place, place_of
 from adaptc.capture.trace import PREFIX, TOKENS
 from adaptc.errors import CaptureError, LegalityError
@@ -141,13 +142,10 @@ class _Walk:
         self.b = Builder(self.point)
         self.ids = self.b.reshape(self.tokens, shape=(1, TOKENS))
         self.first = Builder(ir.InsertionPoint(self.ids.owner))
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                self.values[node] = self._argument(node, placeholders)
-            elif node.op == "call_function":
-                self._node(node)
-            elif node.op not in ("output", "get_attr"):
-                raise CaptureError(f"the traced graph has a node of kind {node.op} ({node.target}) in {place_of(node)}.")
+        for kind, name, node in placeholders:
+            self.values[node] = self._argument(kind, name, node)
+        for node, module in ordered(graph):
+            self._node(node, module)
         self.b = Builder(self.point)
         flat = self.b.reshape(self.values[logits], shape=(TOKENS, vocabulary))
         func.ReturnOp([self.b.gather_rows(flat, sampled)], ip=self.point)
@@ -155,24 +153,23 @@ class _Walk:
 
     # ---- arguments of the graph
 
-    def _placeholders(self) -> dict[str, Any]:
-        signature = self.exported.graph_signature
-        found: dict[str, Any] = {}
-        for spec in signature.input_specs:
-            name = (spec.target or "").removeprefix(PREFIX + ".")
-            found[spec.arg.name] = (spec.kind, name)
+    def _placeholders(self) -> list[tuple[Any, str, torch.fx.Node]]:
+        """The graph's arguments: what kind each is, and its name in what was traced."""
         nodes = {n.name: n for n in self.exported.graph.nodes if n.op == "placeholder"}
-        return {name: (*found[name], nodes[name]) for name in nodes}
+        return [
+            (spec.kind, spec.target or "", nodes[spec.arg.name])
+            for spec in self.exported.graph_signature.input_specs
+        ]
 
-    def _argument(self, node, placeholders) -> Any:
-        kind, name, _ = placeholders[node.name]
+    def _argument(self, kind: Any, target: str, node: torch.fx.Node) -> Any:
+        name = target.removeprefix(PREFIX + ".")
         kinds = torch.export.graph_signature.InputKind
         if kind is kinds.USER_INPUT:
             return self.ids
-        spec = TensorSpec(DTYPES[node.meta["val"].dtype], self._dims(node.meta["val"].shape))
+        spec = TensorSpec(self._kind(node.meta["val"].dtype), self._dims(node.meta["val"].shape))
         if name in self.stored:
             return Parameter(self.stored[name], spec)
-        value = self.constants[name] if kind is kinds.BUFFER else self.exported.constants[name]
+        value = self.constants[name] if kind is kinds.BUFFER else self.exported.constants[target]
         return Constant(name, value, spec.dtype)
 
     def _read(self, parameter: Parameter) -> ir.Value:
@@ -196,11 +193,11 @@ class _Walk:
 
     # ---- nodes
 
-    def _node(self, node: torch.fx.Node) -> None:
+    def _node(self, node: torch.fx.Node, module: str) -> None:
         name, value = key(node), node.meta.get("val")
         if name in SKIPPED or isinstance(value, _NUMBERS):
             return
-        self.place = place_of(node)
+        self.place = place_of(node, module)
         location = ir.Location.file(self.place.file, self.place.line, 0) if self.place.file else ir.Location.unknown()
         with location:
             self.b = Builder(self.point, self.place.module)
@@ -263,7 +260,7 @@ class _Walk:
         if isinstance(x, (bool, int, float)):
             return self.b.scalar(float(x) if dtype.startswith("f") else int(x), dtype)
         if not isinstance(x, ir.Value):
-            what = f"a {x.kind} mask, which only attention may take" if isinstance(x, Mask) else repr(x)
+            what = f"a {x.kind} mask, which only attention may take" if isinstance(x, Mask) else f"the number {x}"
             raise CaptureError(f"its operand is {what}.")
         return x if self.b.spec(x).dtype == dtype else self.b.cast(x, dtype=dtype)
 
@@ -286,7 +283,7 @@ class _Walk:
 
 def _token_symbol(placeholders) -> Any:
     kinds = torch.export.graph_signature.InputKind
-    ids = next(node for kind, _, node in placeholders.values() if kind is kinds.USER_INPUT)
+    ids = next(node for kind, _, node in placeholders if kind is kinds.USER_INPUT)
     length = ids.meta["val"].shape[1]
     if not isinstance(length, torch.SymInt):
         raise CaptureError(f"the module's graph holds for {length} tokens only; expected any number.")

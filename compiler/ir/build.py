@@ -73,6 +73,9 @@ class Builder:
     def spec(value: ir.Value):
         return dialect.to_spec(value.type)
 
+    def dtype(self, value: ir.Value) -> str:
+        return self.spec(value).dtype
+
     def shape(self, value: ir.Value) -> tuple[int | str, ...]:
         return self.spec(value).shape
 

@@ -52,7 +52,7 @@ def to_attr(value: Any) -> ir.Attribute:
     if isinstance(value, (int, np.integer)):
         return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), int(value))
     if isinstance(value, (float, np.floating)):
-        return ir.FloatAttr.get(ir.F64Type.get(), float(value))
+        return ir.FloatAttr.get(ir.F64Type.get(), float(value), loc=ir.Location.unknown())
     if isinstance(value, str):
         return ir.StringAttr.get(value)
     if isinstance(value, np.ndarray):

@@ -7,7 +7,7 @@ from typing import Iterator, Mapping, Sequence
 from torch_mlir import ir
 
 from adaptc.ir.build import Builder
-from adaptc.ir.module import STEP, Program, callee, source_of
+from adaptc.ir.module import STEP, Program, source_of
 from adaptc.ir.rewrite import Node, nodes
 
 
@@ -114,7 +114,8 @@ def _sentence(name: str, target: str, first: Node, members: list[Node]) -> str:
     places = ", ".join(source_of(call.op) for call in members)
     what = "; ".join(f"argument {i} is {_brief(members[0].operands[i])} instead of {_brief(first.operands[i])}"
                      for i in differing)
-    return f"@{target} is a copy of @{name} for {len(members)} calls ({places}): {what}."
+    calls = "1 call" if len(members) == 1 else f"{len(members)} calls"
+    return f"@{target} is a copy of @{name} for {calls} ({places}): {what}."
 
 
 def _brief(value: ir.Value) -> str:

@@ -68,7 +68,7 @@ def _module(program: Program) -> None:
 
 
 def _declarations(program: Program) -> None:
-    seen = set()
+    """That no name is declared twice is MLIR's verifier's: declarations are symbols."""
     for kind, wanted in DECLARED.items():
         for op in program.declared(kind):
             attributes = op.operation.attributes
@@ -76,9 +76,6 @@ def _declarations(program: Program) -> None:
                 if name not in attributes or not isinstance(attributes[name], attribute):
                     raise LegalityError(f"stage {program.stage}: adaptc.{kind} needs {name!r}.\n  {op}")
             symbol = attributes["sym_name"].value
-            if symbol in seen:
-                raise LegalityError(f"symbol {symbol!r} is declared twice.")
-            seen.add(symbol)
             state = isinstance(dialect.to_spec(ir.TypeAttr(attributes["type"]).value), StateSpec)
             if state != (kind == "state_slot"):
                 raise LegalityError(f"symbol {symbol!r} is declared by adaptc.{kind} with type {attributes['type']}.")

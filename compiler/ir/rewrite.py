@@ -54,7 +54,7 @@ class Node:
         return source_of(self.op)
 
     @property
-    def users(self) -> list["Node"]:
+    def users(self) -> list[Node]:
         return [node for result in self.results for node in users(result)]
 
     @property
@@ -77,7 +77,7 @@ class Node:
         yield a, b
         yield b, a
 
-    def before(self, other: "Node") -> bool:
+    def before(self, other: Node) -> bool:
         return self.op.is_before_in_block(other.op)
 
     def replace(self, *values: ir.Value) -> None:

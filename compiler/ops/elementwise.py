@@ -30,6 +30,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -37,7 +38,8 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    """x·(1 + tanh u)/2 as x·σ(2u), which loses nothing where tanh is almost -1; so does erfc in gelu."""
+    return x * _sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
 def _wide(function):
@@ -54,7 +56,7 @@ EXACT = {"neg": np.negative, "abs": np.abs}
 TRANSCENDENTAL = {
     "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "reciprocal": np.reciprocal,
     "cos": np.cos, "sin": np.sin, "tanh": np.tanh, "erf": _erf, "sigmoid": _sigmoid, "silu": lambda x: x * _sigmoid(x),
-    "gelu_tanh": _gelu_tanh, "gelu": lambda x: 0.5 * x * (1 + _erf(x * math.sqrt(0.5))),
+    "gelu_tanh": _gelu_tanh, "gelu": lambda x: 0.5 * x * _erfc(-x * math.sqrt(0.5)),
 }
 UNARY = EXACT | {name: _wide(function) for name, function in TRANSCENDENTAL.items()}
 BINARY = {
@@ -144,27 +146,25 @@ def _ungroup(b, attrs, *values):
     return tuple(values[i] for i in attrs["yields"])
 
 
+def _affine(b, x, scale: float = 1.0, offset: float = 0.0):
+    """x·scale + offset, in x's dtype."""
+    x = x if scale == 1 else b.mul(x, b.scalar(scale, b.dtype(x)))
+    return x if offset == 0 else b.add(x, b.scalar(offset, b.dtype(x)))
+
+
+def _gelu_tanh_down(b, a, x):
+    cubic = b.add(x, _affine(b, b.mul(b.mul(x, x), x), 0.044715))
+    return (b.mul(_affine(b, x, 0.5), _affine(b, b.tanh(_affine(b, cubic, math.sqrt(2 / math.pi))), offset=1.0)),)
+
+
 _SIMPLE = {
     # silu(x) = x·σ(x); gelu(x) = x·(1 + erf(x/√2))/2; gelu_tanh is its tanh form (Hendrycks & Gimpel 2016)
     "silu": lambda b, a, x: (b.mul(x, b.sigmoid(x)),),
-    "sigmoid": lambda b, a, x: (b.reciprocal(b.add(b.exp(b.neg(x)), b.scalar(1.0))),),
+    "sigmoid": lambda b, a, x: (b.reciprocal(_affine(b, b.exp(b.neg(x)), offset=1.0)),),
     "gelu": lambda b, a, x: (
-        b.mul(b.mul(x, b.scalar(0.5)), b.add(b.erf(b.mul(x, b.scalar(math.sqrt(0.5)))), b.scalar(1.0))),
+        b.mul(_affine(b, x, 0.5), _affine(b, b.erf(_affine(b, x, math.sqrt(0.5))), offset=1.0)),
     ),
-    "gelu_tanh": lambda b, a, x: (
-        b.mul(
-            b.mul(x, b.scalar(0.5)),
-            b.add(
-                b.tanh(
-                    b.mul(
-                        b.add(x, b.mul(b.mul(b.mul(x, x), x), b.scalar(0.044715))),
-                        b.scalar(math.sqrt(2 / math.pi)),
-                    )
-                ),
-                b.scalar(1.0),
-            ),
-        ),
-    ),
+    "gelu_tanh": _gelu_tanh_down,
 }
 
 ROWS = [

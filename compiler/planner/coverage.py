@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from adaptc.ir.build import short_name
 from adaptc.ir.module import Program, spec_of
+from adaptc.ops.table import row
 from adaptc.planner.profile import kind_of, places
 from adaptc.protocol import Codegen
 
@@ -26,7 +27,7 @@ def coverage(program: Program, codegen: Codegen) -> list[CoverageRow]:
     for path, op in places(program):
         name = short_name(op)
         count, mapped, modules = found.get(name, (0, True, set()))
-        supported = "kernels" in op.operation.attributes or codegen.select(spec_of(op)) is not None
+        supported = row(name).aliases or codegen.select(spec_of(op)) is not None
         found[name] = (count + 1, mapped and supported, modules | {kind_of(path)})
     return [
         CoverageRow(name, count, "mapped" if mapped else "missing", tuple(sorted(modules)))

@@ -61,3 +61,44 @@ module attributes {adaptc.stage = "captured"} {
     return %end : !out
   }
 }
+
+// -----
+
+// RUN: push_views
+// A norm lets a view pass that keeps the normalised axis.
+// CHECK: "adaptc.rms_norm"(%2, %0) {eps = 1.000000e-05 : f64}
+// CHECK-NOT: adaptc.reshape
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "w", tensor = "w", type = tensor<32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %w = "adaptc.get"() {symbol = "w"} : () -> tensor<32xf32>
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %wide = "adaptc.reshape"(%x) {shape = [1, "T", 32]} : (!x) -> !x1
+    %n = "adaptc.rms_norm"(%wide, %w) {eps = 1.0e-05 : f64} : (!x1, tensor<32xf32>) -> !x1
+    %y = "adaptc.reshape"(%n) {shape = ["T", 32]} : (!x1) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}
+
+// -----
+
+// RUN: push_views
+// DECLINE: a view that splits the normalised axis doesn't pass the norm.
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "w", tensor = "w", type = tensor<32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %w = "adaptc.get"() {symbol = "w"} : () -> tensor<32xf32>
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %n = "adaptc.rms_norm"(%x, %w) {eps = 1.0e-05 : f64} : (!x, tensor<32xf32>) -> !x
+    %h = "adaptc.reshape"(%n) {shape = ["T", 4, 8]} : (!x) -> !h
+    %g = "adaptc.gather_rows"(%h, %requests) : (!h, !ids) -> !h
+    %y = "adaptc.reshape"(%g) {shape = ["T", 32]} : (!h) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}

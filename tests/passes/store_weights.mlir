@@ -6,7 +6,7 @@
 
 // RUN: store_weights
 // Each as its file has it; the body that gets another format is a clone, and the module says so.
-// CHECK: adaptc.clones = ["@body_2 is a copy of @body for 1 calls (layers.1): argument 1 is q8_0 instead of q4_0."]
+// CHECK: adaptc.clones = ["@body_2 is a copy of @body for 1 call (layers.1): argument 1 is q8_0 instead of q4_0."]
 // CHECK: sym_name = "w0"
 // CHECK-SAME: codes = "u4"
 // CHECK: sym_name = "n", tensor = "n", type = tensor<32xf32>}

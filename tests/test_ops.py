@@ -1,0 +1,610 @@
+"""The operator table: what rows infer, mean, decompose into, cost and claim about themselves agree."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Mapping
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptc.errors import LegalityError
+from adaptc.formats import FORMATS
+from adaptc.ops.axes import axis_map
+from adaptc.ops.dense import split_activation
+from adaptc.ops.elementwise import NUMPY, UNARY, rounded
+from adaptc.ops.mixing import RowState, store
+from adaptc.ops.table import OpRow, broadcast_shapes, row, size, table
+from adaptc.planner.cost import cost_of, evaluate
+from adaptc.protocol import OpSpec, StateSpec, TensorSpec
+
+torch.set_num_threads(1)
+Values = Callable[[np.random.Generator, Mapping[str, int]], Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Operands and attributes that a row accepts. ``given``: operand → its value from (generator, sizes), where a
+    normal distribution doesn't do."""
+
+    operands: tuple
+    attrs: dict[str, Any] = field(default_factory=dict)
+    given: dict[int, Values] = field(default_factory=dict)
+
+
+def f(*shape) -> TensorSpec:
+    return TensorSpec("f32", shape)
+
+
+def t(dtype: str, *shape) -> TensorSpec:
+    return TensorSpec(dtype, shape)
+
+
+def below(limit: int | str, name: str = "T") -> Values:
+    """Indices under ``limit``, one for each of the dimension ``name``."""
+    return lambda rng, sizes: rng.integers(0, sizes.get(limit, limit), sizes[name]).astype(np.int32)
+
+
+def positive(dtype: str = "f32", *shape) -> Values:
+    return lambda rng, sizes: rng.uniform(0.1, 4, [sizes.get(d, d) for d in shape]).astype(NUMPY[dtype])
+
+
+def quantized(k: int) -> dict[int, Values]:
+    """Operands 0 to 2: what quantize gives for one x."""
+
+    def part(i: int) -> Values:
+        x = lambda sizes: np.random.default_rng(7).normal(size=(sizes["T"], k)).astype(np.float32)  # noqa: E731
+        return lambda rng, sizes: row("quantize").meaning({"group": 32}, x(sizes))[i]
+
+    return {i: part(i) for i in range(3)}
+
+
+CODES = (t("i8", "T", 64), f("T", 2), f("T", 4))
+KV = StateSpec((("k", 2, 8), ("v", 2, 6)), "f16", 0, 0, 0, 0)
+ATTENTION = {
+    3: lambda rng, sizes: np.arange(sizes["T"], dtype=np.int32),
+    4: lambda rng, sizes: np.zeros(sizes["T"], np.int32),
+}
+HEADS = (f("T", 4, 8), f("T", 2, 8), f("T", 2, 6), t("i32", "T"), t("i32", "T"))
+BODY = (("mul", (0, 1), ()), ("constant", (), (("dtype", "f32"), ("shape", ()), ("value", 2.0))), ("add", (2, 3), ()),
+        ("silu", (4,), ()))
+
+SAMPLES: dict[str, tuple[Sample, ...]] = {
+    **{name: (Sample((f("T", 3, 4),)), Sample((f(),)), Sample((t("f64", 5),)))
+       for name in ("neg", "abs", "exp", "cos", "sin", "tanh", "erf", "sigmoid", "silu", "gelu", "gelu_tanh")},
+    **{name: (Sample((f("T", 4),), given={0: positive("f32", "T", 4)}),) for name in ("log", "sqrt", "rsqrt",
+                                                                                   "reciprocal")},
+    **{name: (Sample((f("T", 3, 4), f("T", 1, 4))), Sample((f("T", 4), f())), Sample((t("i32", "T"), t("i32", "T"))))
+       for name in ("add", "sub", "mul", "max", "min")},
+    "div": (Sample((f("T", 4), f(4)), given={1: positive("f32", 4)}),),
+    "pow": (Sample((f("T", 4), f()), given={0: positive("f32", "T", 4)}),),
+    "compare": tuple(Sample((f("T", 4), f("T", 1)), {"predicate": p}) for p in ("lt", "le", "gt", "ge", "eq", "ne")),
+    "select": (Sample((t("i1", "T", 1), f("T", 4), f())),),
+    "cast": tuple(Sample((f("T", 4),), {"dtype": d}) for d in ("f16", "bf16", "f64", "i32", "i64", "i8", "i1")),
+    "group": (Sample((f("T", 4), f("T", 1)), {"body": BODY, "yields": (5, 2)}),),
+    "constant": (Sample((), {"value": 1.5, "shape": (2, 3)}), Sample((), {"value": (1, 2), "shape": (2,),
+                                                                         "dtype": "i32"})),
+    "reshape": (Sample((f("T", 6),), {"shape": ("T", 2, 3)}), Sample((f(1, "T", 6),), {"shape": ("T", 6)})),
+    "transpose": (Sample((f("T", 2, 3),), {"perm": (2, 0, 1)}),),
+    "broadcast": (Sample((f("T", 1, 3),), {"shape": ("T", 4, 3), "dims": (0, 1, 2)}),
+                  Sample((f(3), t("i32", "T")), {"shape": (2, "T", 3), "dims": (2,)}),
+                  Sample((f(1, 3), t("i32", "T")), {"shape": ("T", 3), "dims": (0, 1)})),
+    "slice": (Sample((f("T", 7),), {"starts": (0, 1), "limits": (-1, 6), "strides": (1, 2)}),),
+    "concat": (Sample((f("T", 3), f("T", 2), f("T", 1)), {"axis": 1}),),
+    "pad": (Sample((f("T", 3),), {"low": (0, 1), "high": (0, 2), "value": -1.0}),),
+    "reduce": tuple(Sample((f("T", 3, 4),), {"kind": k, "axes": a, "keepdims": keep})
+                    for k, a, keep in (("sum", (2,), False), ("mean", (1, 2), True), ("max", (1,), False),
+                                       ("min", (1,), True))),
+    "gather_rows": (Sample((f("T", 2, 3), t("i32", "S")), given={1: below("T", "S")}),),
+    "dot_general": (Sample((f("T", 8), f(5, 8)), {"contract_x": (1,), "contract_y": (1,)}),
+                    Sample((f(2, "T", 8), f(2, 8, 3)), {"batch": (0,), "contract_x": (2,), "contract_y": (1,)})),
+    "embedding": (Sample((t("i32", "T"), f(11, 6)), given={0: below(11)}),),
+    "linear": (Sample((f("T", 64), f(5, 64))), Sample((f("T", 64), f(5, 64), f(5))),
+               Sample((*CODES, f(5, 64), f(5)), given=quantized(64))),
+    "linears": (Sample((f("T", 64), f(5, 64), f(3, 64))), Sample((*CODES, f(5, 64), f(3, 64)), given=quantized(64))),
+    "gated_linear": (*(Sample((f("T", 64), f(5, 64), f(5, 64)), {"act": a}) for a in ("silu", "gelu_tanh", "gelu")),
+                     Sample((*CODES, f(5, 64), f(5, 64)), {"act": "silu"}, quantized(64))),
+    "rms_norm": (Sample((f("T", 6), f(6)), {"eps": 1e-5}), Sample((f("T", 3, 6), f(6)), {"eps": 1e-6})),
+    "add_rms_norm": (Sample((f("T", 6), f("T", 6), f(6)), {"eps": 1e-5}),),
+    "quantize": (Sample((f("T", 64),), {"group": 32}),),
+    "rope": (Sample((f("T", 3, 8), f("T", 8), f("T", 8))),),
+    "attention": (Sample((*HEADS, KV), {"scaling": 0.3}, ATTENTION),
+                  Sample((*HEADS, replace(KV, dtype="bf16", window=2)), {"scaling": 0.3, "window": 2, "softcap": 5.0},
+                         ATTENTION)),
+}
+
+LEAVES = {"embedding", "linear", "attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
+          "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
+          "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
+          "pow"}
+"""Operators that are given in terms of no others: a backend must have them."""
+
+CASES = [pytest.param(name, sample, id=f"{name}-{i}") for name, samples in SAMPLES.items()
+         for i, sample in enumerate(samples)]
+SIZES = ({"T": 5, "S": 3, "R": 2}, {"T": 1, "S": 1, "R": 1})
+"""Sizes that symbols take: a prefill step, and a decode step, whose dynamic dimensions look like static ones."""
+
+
+def values(sample: Sample, sizes: Mapping[str, int] = SIZES[0]) -> list:
+    rng = np.random.default_rng(3)
+    made = []
+    for i, spec in enumerate(sample.operands):
+        if isinstance(spec, StateSpec):
+            made.append(RowState(spec))
+        elif i in sample.given:
+            made.append(sample.given[i](rng, sizes))
+        else:
+            made.append(np.asarray(rng.normal(size=[sizes.get(d, d) for d in spec.shape]) * 2).astype(NUMPY[spec.dtype]))
+    return made
+
+
+def attrs_of(name: str, sample: Sample) -> dict[str, Any]:
+    return row(name).complete(sample.attrs)
+
+
+def evaluate_row(name: str, sample: Sample, operands: list) -> tuple:
+    return row(name).meaning(attrs_of(name, sample), *operands)
+
+
+class Evaluator:
+    """The builder's interface over arrays: operators are decomposed as far as they go, then evaluated."""
+
+    def __getattr__(self, name: str):
+        return lambda *operands, **attrs: self.op(name, *operands, **attrs)
+
+    def op(self, name: str, *operands, **attrs):
+        operator = row(name)
+        full = operator.complete(attrs)
+        made = (operator.decompose(self, full, *operands) if operator.decompose
+                else operator.meaning(full, *operands))
+        return made[0] if len(made) == 1 else made
+
+    def scalar(self, value, dtype: str = "f32"):
+        return self.constant(value=value, shape=(), dtype=dtype)
+
+    def dtype(self, value) -> str:
+        return next(name for name, kind in NUMPY.items() if kind == value.dtype)
+
+    def shape(self, value) -> tuple:
+        return value.shape
+
+    def rank(self, value) -> int:
+        return value.ndim
+
+    def activation(self, operands):
+        return split_activation(operands)
+
+
+# ---- samples against rows
+
+
+def test_every_row_has_a_sample():
+    assert set(SAMPLES) == set(table())
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=("prefill", "decode"))
+@pytest.mark.parametrize("name,sample", CASES)
+def test_inference_says_what_the_meaning_gives(name, sample, sizes):
+    inferred = row(name).results(sample.attrs, sample.operands)
+    made = evaluate_row(name, sample, values(sample, sizes))
+    assert len(inferred) == len(made)
+    for spec, array in zip(inferred, made):
+        assert array.shape == tuple(sizes.get(d, d) for d in spec.shape)
+        assert array.dtype == NUMPY[spec.dtype]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=("prefill", "decode"))
+@pytest.mark.parametrize("name,sample", [c for c in CASES if row(c.values[0]).decompose])
+def test_decomposition_means_the_same(name, sample, sizes):
+    operands = values(sample, sizes)
+    wanted = evaluate_row(name, sample, operands)
+    got = row(name).decompose(Evaluator(), attrs_of(name, sample), *operands)
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6 * max(1.0, np.abs(b).max()))
+
+
+def test_what_has_no_decomposition_is_a_documented_leaf():
+    assert {name for name, r in table().items() if r.decompose is None} == LEAVES
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_factor_rules_parse_and_fit(name):
+    operator = row(name)
+    if operator.factors == "...":
+        return
+    left, right = (side.split(",") for side in operator.factors.split("->"))
+    assert all(re.fullmatch(r"(\.\.\.)?[a-z]*(\.\.\.)?\*?", term) for term in left + right)
+    assert len(left) == len(operator.operands) - (operator.state is not None)
+    assert [term.endswith("*") for term in left] == [o.endswith("*") for o in operator.operands[: len(left)]]
+    for sample in SAMPLES[name]:
+        results = operator.results(sample.attrs, sample.operands)
+        assert right[0].endswith("*") or len(right) == len(results)
+        for term, spec in zip(right, results):
+            assert len(term.strip(".*")) <= len(spec.shape)
+
+
+@pytest.mark.parametrize("name,sample", CASES)
+def test_axes_are_independent_slices(name, sample):
+    """Permuting an axis of every operand that has it permutes the result: token locality, and what sharding may cut."""
+    operator, specs = row(name), sample.operands
+    if operator.state is not None:
+        pytest.skip("tokens meet in the state")
+    operands = values(sample)
+    made = evaluate_row(name, sample, operands)
+    inferred = operator.results(sample.attrs, specs)
+    for number, result in enumerate(made):
+        mapped = axis_map(operator, attrs_of(name, sample), specs, inferred, number)
+        for axis, length in enumerate(result.shape):
+            places = [(i, a) for i, axes in enumerate(mapped) for a, to in enumerate(axes)
+                      if to == axis and operands[i].shape[a] == length]
+            if length < 2 or not places:
+                continue
+            order = np.roll(np.arange(length), 1)
+            turned = list(operands)
+            for i, a in places:
+                turned[i] = np.take(turned[i], order, a)
+            got = evaluate_row(name, sample, turned)[number]
+            np.testing.assert_allclose(got, np.take(result, order, axis), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name,sample", CASES)
+def test_flags_are_true_to_the_meaning(name, sample):
+    operator, operands = row(name), values(sample)
+    made = evaluate_row(name, sample, operands)
+    if operator.views:
+        np.testing.assert_array_equal(np.sort(made[0], axis=None), np.sort(operands[0], axis=None))
+    if operator.aliases:
+        np.testing.assert_array_equal(made[0].ravel(), operands[0].ravel())
+    if operator.elementwise:
+        wide = np.broadcast_shapes(*(x.shape for x in operands))
+        spread = [np.ascontiguousarray(np.broadcast_to(x, wide)).ravel() for x in operands]
+        flat = operator.meaning(attrs_of(name, sample), *spread)
+        for a, b in zip(flat, made):
+            np.testing.assert_array_equal(a, np.broadcast_to(b, wide).ravel())
+    if operator.gathers:
+        which, rows = operator.gathers
+        unread = np.setdiff1d(np.arange(len(operands[which])), operands[rows])
+        spoiled = list(operands)
+        spoiled[which] = operands[which].copy()
+        spoiled[which][unread] = np.nan
+        np.testing.assert_array_equal(operator.meaning(attrs_of(name, sample), *spoiled)[0], made[0])
+
+
+# ---- what rows refuse
+
+REFUSED = [
+    ("add", (f("T", 4), f("S", 4)), {}, "dimension 0 is T and S"),
+    ("add", (f("T", 4), f(5, 4)), {}, "dimension 0 is T and 5"),
+    ("add", (f(4), t("i32", 4)), {}, "dtypes f32, i32; insert a cast"),
+    ("add", (f(4),), {}, r"got 1 operands, expected \(x, y\)"),
+    ("add", (f(4), KV), {}, "operand 1 must be a tensor"),
+    ("exp", (t("i32", 4),), {}, "exp: isn't defined on i32"),
+    ("div", (t("i32", 4), t("i32", 4)), {}, "div: isn't defined on i32"),
+    ("neg", (t("i1", 4),), {}, "neg: isn't defined on i1"),
+    ("exp", (f(4),), {"base": 2}, "unknown attribute 'base'; it has: none"),
+    ("cast", (f(4),), {}, "attribute 'dtype' is missing"),
+    ("cast", (f(4),), {"dtype": "f8"}, "unknown dtype 'f8'"),
+    ("select", (f(4), f(4), f(4)), {}, "condition must be i1"),
+    ("compare", (f(4), f(4)), {"predicate": "lte"}, "unknown predicate 'lte'"),
+    ("group", (f(4),), {"body": (("linear", (0, 0), ()),), "yields": (1,)}, "'linear' isn't elementwise"),
+    ("group", (f(4),), {"body": (("exp", (1,), ()),), "yields": (1,)}, "reads a value that comes after it"),
+    ("group", (f(4),), {"body": (("exp", (0,), ()),), "yields": (2,)}, "yields a value that it doesn't have"),
+    ("group", (f(4),), {"body": (("constant", (), (("shape", (4,)), ("value", 0.0))),), "yields": (1,)}, "has shape"),
+    ("constant", (), {"value": 0.0, "shape": ("T",)}, "must be static"),
+    ("constant", (), {"value": (1, 2, 3), "shape": (2,)}, "doesn't fill"),
+    ("constant", (), {"value": ((1, 2), (3,)), "shape": (2, 2)}, "doesn't fill"),
+    ("reshape", (f("T", 6),), {"shape": ("T", 5)}, "other elements"),
+    ("reshape", (f("T", "S"),), {"shape": ("S", "T")}, "more than one dynamic dimension"),
+    ("broadcast", (f(3),), {"shape": ("T", 3), "dims": (1,)}, "nothing says how long T is"),
+    ("broadcast", (f(3), t("i32", "S")), {"shape": ("T", 3), "dims": (1,)}, "nothing says how long T is"),
+    ("broadcast", (f("S", 3), t("i32", "T")), {"shape": ("S", "T", 3), "dims": (0, 2)}, "isn't the second operand's"),
+    ("broadcast", (f(3, 4),), {"shape": (4, 3), "dims": (1, 0)}, "must ascend"),
+    ("broadcast", (f(3),), {"shape": (4,), "dims": (0,)}, "operand axis of 3 doesn't fit"),
+    ("transpose", (f(3, 4),), {"perm": (0, 0)}, "no permutation"),
+    ("slice", (f("T", 4),), {"starts": (1, 0), "limits": (-1, 4), "strides": (1, 1)}, "T can't be cut"),
+    ("slice", (f(4),), {"starts": (0,), "limits": (5,), "strides": (1,)}, "leaves a dimension of 4"),
+    ("slice", (f(4, 4),), {"starts": (0,), "limits": (4,), "strides": (1,)}, "starts has 1 entries"),
+    ("concat", (f("T", 3), f("T", 3)), {"axis": 0}, "dynamic"),
+    ("concat", (f(3), f(3)), {"axis": -1}, "aren't different axes"),
+    ("concat", (f(3), t("i32", 3)), {"axis": 0}, "dtypes f32, i32"),
+    ("pad", (f("T", 3),), {"low": (1, 0), "high": (0, 0)}, "T can't be padded"),
+    ("pad", (f(3),), {"low": (-1,), "high": (0,)}, "can't be negative"),
+    ("reduce", (f(3),), {"kind": "sum", "axes": (1,)}, "aren't different axes"),
+    ("reduce", (f(3),), {"kind": "prod", "axes": (0,)}, "unknown kind 'prod'"),
+    ("reduce", (f(3),), {"kind": "sum", "axes": (0,), "keepdims": 1}, "'keepdims' must be of kind bool"),
+    ("gather_rows", (f("T", 3), f("S")), {}, "rows are f32"),
+    ("dot_general", (f(2, 3), f(3, 2)), {"contract_x": (0, 1), "contract_y": (1, 0)}, "expected one; reshape first"),
+    ("dot_general", (f(2, 3), f(3, 2)), {"contract_x": (1,), "contract_y": (1,)}, "contracted axes are 3 and 2"),
+    ("embedding", (f("T"), f(9, 4)), {}, "ids are f32"),
+    ("linear", (f("T", 8), f(4, 9)), {}, r"expected \[T, K\] and \[N, K\]"),
+    ("linear", (f("T", 8), f(4, 8), f(5)), {}, "the bias is"),
+    ("linear", (f("T", 8), f(4, 8), f(4), f(4)), {}, "got 4 operands"),
+    ("linear", (t("i8", "T", 64), f("T", 2)), {}, "got 2 operands"),
+    ("linear", (t("i8", "T", 64), f("T", 3), f("T", 4), f(4, 64)), {}, "must be quantize's results"),
+    ("linears", (f("T", 8),), {}, "got 1 operands"),
+    ("gated_linear", (f("T", 8), f(4, 8), f(5, 8)), {"act": "silu"}, "gate is"),
+    ("gated_linear", (f("T", 8), f(4, 8), f(4, 8)), {"act": "relu9"}, "unknown activation 'relu9'"),
+    ("rms_norm", (f("T", 8), f(9)), {"eps": 1e-5}, "the weight"),
+    ("add_rms_norm", (f("T", 8), f("S", 8), f(8)), {"eps": 1e-5}, "the residual"),
+    ("quantize", (f("T", 33),), {"group": 32}, "33 columns don't divide"),
+    ("quantize", (f(4, "T"),), {"group": 32}, "K static"),
+    ("rope", (f("T", 2, 7), f("T", 7), f("T", 7)), {}, "D even"),
+    ("attention", (*HEADS, f("T")), {"scaling": 1.0}, "operand 5 must be a state"),
+    ("attention", (*HEADS, KV), {"scaling": 1.0, "window": 4}, "window 4, the state's is 0"),
+    ("attention", (f("T", 3, 8), *HEADS[1:], KV), {"scaling": 1.0}, "don't divide"),
+    ("attention", (*HEADS[:3], t("i32", "S"), t("i32", "S"), KV), {"scaling": 1.0}, "expected one a token"),
+    ("attention", (*HEADS, KV), {"scaling": 1.0, "softcap": "none"}, "'softcap' must be of kind float"),
+]
+
+
+@pytest.mark.parametrize("name,operands,attrs,message", REFUSED, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)])
+def test_misfits_are_refused_by_name(name, operands, attrs, message):
+    with pytest.raises(LegalityError, match=message) as error:
+        row(name).results(attrs, operands)
+    assert name in str(error.value)
+
+
+def test_unknown_operator_lists_the_table():
+    with pytest.raises(LegalityError, match="unknown operator 'lineer'.*linear"):
+        row("lineer")
+
+
+def test_attribute_kinds_follow_defaults():
+    assert row("attention").complete({"scaling": 1.0, "softcap": 30})["softcap"] == 30.0
+    assert type(row("attention").complete({"scaling": 1.0, "softcap": 30})["softcap"]) is float
+    assert row("dot_general").complete({"batch": [0], "contract_x": (1,), "contract_y": (1,)})["batch"] == (0,)
+
+
+PRIMES = {"T": 5, "S": 7, "R": 11}
+DIMS = st.lists(st.sampled_from((1, 2, 3, "T", "S", "R")), max_size=4).map(tuple)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(DIMS, min_size=1, max_size=3))
+def test_broadcasting_is_numpys_with_names_for_sizes(shapes):
+    real = [tuple(PRIMES.get(d, d) for d in s) for s in shapes]
+    try:
+        wanted = np.broadcast_shapes(*real)
+    except ValueError:
+        with pytest.raises(LegalityError, match="dimension .* broadcast only when") as error:
+            broadcast_shapes("add", *shapes)
+        assert all(str(s) in str(error.value) for s in shapes)
+        return
+    assert tuple(PRIMES.get(d, d) for d in broadcast_shapes("add", *shapes)) == wanted
+
+
+@given(st.integers(2, 9))
+def test_a_symbol_never_meets_a_static_size(n):
+    with pytest.raises(LegalityError, match=f"T and {n}"):
+        broadcast_shapes("add", ("T",), (n,))
+
+
+# ---- meanings against independent ones
+
+
+def rope_tables(tokens: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.arange(tokens)[:, None] * torch.rand(width // 2)[None]
+    both = torch.cat([angles, angles], -1)
+    return both.cos(), both.sin()
+
+
+def test_rope_is_transformers():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    x, (cos, sin) = torch.randn(6, 3, 8), rope_tables(6, 8)
+    heads_first = x.transpose(0, 1)[None]
+    wanted = apply_rotary_pos_emb(heads_first, heads_first, cos[None], sin[None])[0][0].transpose(0, 1)
+    (got,) = row("rope").meaning({}, x.numpy(), cos.numpy(), sin.numpy())
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_rms_norm_is_torchs():
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 64) * 30, torch.randn(64)
+    (got,) = row("rms_norm").meaning({"eps": 1e-6}, x.numpy(), weight.numpy())
+    wanted = torch.nn.functional.rms_norm(x.double(), (64,), weight.double(), 1e-6)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+TORCH = {
+    "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "tanh": torch.tanh, "erf": torch.erf,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"), "sigmoid": torch.sigmoid, "exp": torch.exp,
+    "log": torch.log, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal, "cos": torch.cos,
+    "sin": torch.sin, "neg": torch.neg, "abs": torch.abs,
+}
+
+
+@pytest.mark.parametrize("name", sorted(UNARY))
+def test_functions_are_torchs_in_float64_rounded_once(name):
+    x = np.concatenate([np.linspace(-20, 20, 401), [0.0, -0.0, 1e-30, 88.0, -88.0, 1e4]]).astype(np.float32)
+    # torch's own gelus cancel in the tail: 1e-15 of absolute error there
+    x = np.abs(x) + np.float32(1e-6) if name in ("log", "sqrt", "rsqrt", "reciprocal") else x
+    wanted = TORCH[name](torch.from_numpy(x).double()).numpy()
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(UNARY[name](x), wanted.astype(np.float32), rtol=1.2e-7, atol=1e-15)
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=8))
+@settings(deadline=None, derandomize=True)
+def test_stored_values_round_as_torch_rounds(numbers):
+    x = np.array(numbers, np.float32)
+    for dtype, kind in (("bf16", torch.bfloat16), ("f16", torch.float16), ("f32", torch.float32)):
+        np.testing.assert_array_equal(store(x, dtype), torch.from_numpy(x).to(kind).float().numpy())
+
+
+def test_bf16_keeps_nan_whatever_its_payload():
+    payloads = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
+    assert np.isnan(rounded(payloads, "bf16")).all()
+
+
+def plain_attention(q, k, v, *, scaling, window, softcap):
+    """Softmax attention of one sequence with a mask, in float64 torch: [T, H, D] each."""
+    q, k, v = (torch.from_numpy(x).double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scaling
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    at = torch.arange(len(q))
+    seen = at[:, None] >= at[None]
+    if window:
+        seen &= at[:, None] - at[None] < window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v).numpy()
+
+
+@pytest.mark.parametrize("dtype", ("f32", "f16", "bf16"))
+@pytest.mark.parametrize("window,softcap", [(0, 0.0), (3, 0.0), (0, 2.0), (1, 2.0)])
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (4, 1)])
+def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window, softcap, dtype):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(9, h, d)).astype(np.float32) * 2 for h, d in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
+    attrs = {"scaling": 0.4, "window": window, "softcap": softcap}
+    spec = StateSpec((("k", kv_heads, 8), ("v", kv_heads, 6)), dtype, window, 0, 0, 0)
+
+    def run(cuts: list[int]) -> np.ndarray:
+        state, pieces = RowState(spec), []
+        for lo, hi in zip([0, *cuts], [*cuts, 9]):
+            places = np.arange(lo, hi, dtype=np.int32)
+            pieces += row("attention").meaning(attrs, q[lo:hi], k[lo:hi], v[lo:hi], places, np.zeros_like(places), state)
+        return np.concatenate(pieces)
+
+    whole = run([])
+    np.testing.assert_allclose(whole, plain_attention(q, store(k, dtype), store(v, dtype), **attrs), rtol=1e-5,
+                               atol=1e-6)
+    np.testing.assert_array_equal(run([1, 2, 7]), whole)
+
+
+def test_attention_names_a_request_whose_rows_are_missing():
+    sample = SAMPLES["attention"][0]
+    operands = values(sample)
+    operands[3] = operands[3] + 2
+    with pytest.raises(LegalityError, match="request 0 lacks rows"):
+        evaluate_row("attention", sample, operands)
+
+
+def test_quantize_follows_its_rule():
+    x = np.zeros((2, 64), np.float32)
+    x[0, :4] = (127.0, 0.5, 1.5, -2.5)
+    x[1, 32:] = np.linspace(-1, 1, 32)
+    codes, scales, sums = row("quantize").meaning({"group": 32}, x)
+    assert codes[0, :4].tolist() == [127, 0, 2, -2]  # halves go to even
+    assert scales.tolist() == [[1.0, 0.0], [0.0, float(np.float32(1) / np.float32(127))]]
+    assert not codes[0, 32:].any() and not codes[1, :32].any()
+    whole = codes.reshape(2, 4, 16).sum(-1).astype(np.float32)
+    np.testing.assert_array_equal(sums, whole * np.repeat(scales, 2, 1))
+    assert (np.abs(codes * np.repeat(scales, 32, 1) - x) <= np.repeat(scales, 32, 1) * 0.5001).all()
+
+
+def test_quantize_stays_in_range_where_the_scale_is_subnormal():
+    tiny = np.full((1, 32), 190 * 2.0**-149, np.float32)
+    assert np.abs(row("quantize").meaning({"group": 32}, tiny)[0].astype(int)).max() == 127
+
+
+def test_integer_inputs_of_linear_maps_are_their_value():
+    x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    weight = np.random.default_rng(1).normal(size=(5, 64)).astype(np.float32)
+    parts = row("quantize").meaning({"group": 32}, x)
+    value = parts[0].astype(np.float64) * np.repeat(parts[1].astype(np.float64), 32, 1)
+    np.testing.assert_allclose(row("linear").meaning({}, *parts, weight)[0], value @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+# ---- costs
+
+
+def packed(fmt, shape) -> int:
+    return shape[0] * shape[1] * fmt.bits // 8
+
+
+def priced(op: str, operands: tuple, **attrs):
+    return cost_of(OpSpec(op, operands, row(op).results(attrs, operands), attrs), packed)
+
+
+def test_cost_of_linear():
+    cost = priced("linear", (f("T", 64), TensorSpec("f32", (48, 64), FORMATS["q4_1"])))
+    assert cost.flops == {"T": 2 * 48 * 64}
+    assert cost.traffic == {"T": 4 * (64 + 48), "": 48 * 64 // 2}
+    assert cost.dtype == "f32"
+    assert priced("linear", (*CODES, f(48, 64))).dtype == "i8"
+
+
+def test_cost_of_embedding_is_the_rows_it_reads():
+    cost = priced("embedding", (t("i32", "T"), TensorSpec("f32", (1000, 64), FORMATS["q8_0"])))
+    assert cost.flops == {} and cost.traffic == {"T": 4 + 64 + 4 * 64}
+    rows = priced("gather_rows", (f("T", 64), t("i32", "S")))
+    assert rows.traffic == {"S": 4 * 64 + 4 + 4 * 64}
+
+
+def test_cost_of_rms_norm():
+    cost = priced("rms_norm", (f("T", 64), f(64)), eps=1e-5)
+    assert cost.flops == {"T": 4 * 64} and cost.traffic == {"T": 2 * 4 * 64, "": 4 * 64}
+
+
+def test_cost_of_attention_ends_at_the_window():
+    full = priced("attention", (*HEADS, KV), scaling=1.0)
+    assert full.flops == {"C*T": 2 * 4 * (8 + 6)}
+    row_bytes = 2 * (2 * 8 + 2 * 6)
+    assert full.traffic == {"T": 4 * (4 * 8 + 2 * 8 + 2 * 6 + 1 + 1 + 4 * 6) + row_bytes, "R*C": row_bytes}
+    near = priced("attention", (*HEADS, replace(KV, window=16)), scaling=1.0, window=16)
+    symbols = {"T": 3, "R": 1, "C": 100}
+    assert evaluate(full.flops, symbols) == 3 * 100 * 112
+    assert evaluate(near.flops, symbols) == 3 * 16 * 112
+    assert evaluate(near.flops, symbols | {"C": 4}) == 3 * 4 * 112
+
+
+def test_cost_of_a_group_is_its_bodys():
+    cost = priced("group", (f("T", 4), f("T", 1)), body=BODY, yields=(5,))
+    assert cost.flops == {"T": 3 * 4}
+
+
+def test_cost_of_dot_general_has_the_contracted_symbol():
+    cost = priced("dot_general", (f(8, "T"), f("T", 3)), contract_x=(1,), contract_y=(0,))
+    assert cost.flops == {"T": 2 * 8 * 3}
+
+
+def test_sizes_multiply_names():
+    assert size(("T", 9, 64)) == {"T": 576} and size(()) == {"": 1} and size(("T", "R", 2)) == {"R*T": 2}
+
+
+# ---- rows from other packages
+
+PLUGIN = """
+from adaptc.ops.table import OpRow
+def infer(attrs, operands): return (operands[0],)
+ROWS = [OpRow({name!r}, ("x",), infer, lambda a, x: (x + 1,))]
+"""
+
+
+def in_package(folder, name: str, code: str) -> str:
+    """Standard output of ``code`` in a process where a package brings an operator ``name``."""
+    (folder / "extra_ops.py").write_text(PLUGIN.format(name=name))
+    info = folder / "extra_ops-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: extra-ops\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[adaptc.operators]\nextra = extra_ops:ROWS\n")
+    code = f"import sys; sys.path.insert(0, {str(folder)!r})\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_an_installed_package_adds_a_row(tmp_path):
+    code = "from adaptc.ops.table import row, table\nprint(row('plus_one').meaning({}, 41)[0], 'linear' in table())"
+    assert in_package(tmp_path, "plus_one", code) == "42 True"
+
+
+def test_a_name_can_be_declared_once(tmp_path):
+    code = ("from adaptc.ops.table import table\nfrom adaptc.errors import LegalityError\n"
+            "try: table()\nexcept LegalityError as error: print(error)")
+    assert "operator 'linear' is declared twice" in in_package(tmp_path, "linear", code)
+
+
+def test_rows_are_frozen():
+    with pytest.raises(AttributeError):
+        row("linear").name = "other"
+    assert all(isinstance(r, OpRow) and name == r.name for name, r in table().items())
