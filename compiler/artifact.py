@@ -56,7 +56,7 @@ class ArtifactContents:
     text: TextInfo = TextInfo()
     tokenizer: bytes | None = None
     chat_template: str | None = None
-    goldens: Mapping | None = None
+    goldens: bytes | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
     requirements: Mapping = field(default_factory=dict)
@@ -153,7 +153,7 @@ def _files(contents: ArtifactContents) -> dict[str, Iterable[bytes]]:
     if contents.chat_template is not None:
         files[names.CHAT_TEMPLATE] = [contents.chat_template.encode()]
     if contents.goldens is not None:
-        files[names.GOLDENS] = [canonical(contents.goldens)]
+        files[names.GOLDENS] = [contents.goldens]
     return files
 
 

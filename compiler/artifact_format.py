@@ -26,7 +26,7 @@ WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 TEXT = "text.json"
-GOLDENS = "goldens.json"
+GOLDENS = "goldens.safetensors"
 
 REQUIRED = (PLAN, CAPTURED, LAID_OUT, WEIGHTS, TEXT)
 """Files every artifact has, beside the manifest and the kernels that its plan names."""

@@ -108,7 +108,8 @@ def _implicit_broadcast(b, node: Node):
 
 
 def _slim(b, value):
-    """``value`` before a broadcast or a reshape that only put unit dimensions in front."""
+    """``value`` before a broadcast, or before a reshape of a static tensor that only put unit dimensions in front (of
+    token tensors push_views takes care, which keeps all uses of one in one shape)."""
     source = find(value, "broadcast", "reshape")
     if source is None:
         return value
@@ -118,7 +119,8 @@ def _slim(b, value):
         rank, dims = len(spec(value).shape), source.attrs["dims"]
         aligned = dims == tuple(range(rank - len(dims), rank))
         return x if aligned else value
-    return x if spec(value).shape == (1,) * (len(spec(value).shape) - len(shape)) + shape else value
+    aligns = spec(value).shape == (1,) * (len(spec(value).shape) - len(shape)) + shape
+    return x if aligns and all(isinstance(d, int) for d in shape) else value
 
 
 # ---- views

@@ -80,8 +80,7 @@ def fusion() -> tuple[Pass, ...]:
         # takes gate and up out of the linears of one input, before the rest of these are merged
         FuseGatedLinear(),
         FuseAddRmsNorm(),
-        # rows before merging: sinking sees through single linears as well as merged ones, but only rows that are
-        # wanted should count when merges are judged
+        # before merging: which maps share an input can change when some of them need only the sampled rows
         SinkSampledRows(),
         MergeLinears(),
         # last: whatever elementwise arithmetic no pattern has claimed

@@ -69,7 +69,7 @@ def check(case: Case, text: str) -> None:
     for kind, wanted in case.directives():
         place = f"{case.name}: {kind}: {wanted}\nin\n{text}"
         if kind == "CHECK":
-            rest = [(i, l.find(wanted, column if i == line else 0)) for i, l in enumerate(lines) if i >= line]
+            rest = [(i, t.find(wanted, column if i == line else 0)) for i, t in enumerate(lines) if i >= line]
             hit = next(((i, c) for i, c in rest if c >= 0), None)
             assert hit is not None, place
             line, column = hit[0], hit[1] + len(wanted)
@@ -81,4 +81,4 @@ def check(case: Case, text: str) -> None:
         elif kind == "CHECK-NOT":
             assert wanted not in text, place
         elif kind.startswith("COUNT"):
-            assert sum(wanted in l for l in lines) == int(kind.split()[1]), place
+            assert sum(wanted in t for t in lines) == int(kind.split()[1]), place

@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 
 
 def full(**changes):
-    extra = dict(tokenizer=b'{"a": 1}', chat_template="{{ messages }}", goldens={"prompt": [1, 2]},
+    extra = dict(tokenizer=b'{"a": 1}', chat_template="{{ messages }}", goldens=b"golden bytes",
                  tolerances={"logits": 0.001}, options={"weights": "auto"}, provenance={"torch": "2"},
                  requirements={"architecture": "x86_64"})  # fmt: skip
     return contents(plan(), **{**extra, **changes})

@@ -82,7 +82,8 @@ def captured(request):
 def test_one_shot_is_the_authors_forward_for_every_length(captured):
     _, module, program = captured
     for count in (1, 2, 7, 8, 9, 13, 20):
-        close(Reference(program, weights(module)).score(tokens_of(count, count)), logits(module, tokens_of(count, count)))
+        tokens = tokens_of(count, count)
+        close(Reference(program, weights(module)).score(tokens), logits(module, tokens))
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
@@ -124,7 +125,8 @@ def test_unfolded_gives_the_same_bits(captured):
     flat = capture_module(module, module.config, folded=False)
     assert not flat.calls()
     tokens = tokens_of(9)
-    assert np.array_equal(Reference(flat, weights(module)).score(tokens), Reference(program, weights(module)).score(tokens))
+    unfolded, folded = (Reference(p, weights(module)).score(tokens) for p in (flat, program))
+    assert np.array_equal(unfolded, folded)
 
 
 def test_text_parses_back_and_capture_is_deterministic(captured):

@@ -69,12 +69,14 @@ def test_mixing_tokens_outside_attention_is_refused(name):
 
 
 def test_functions_of_one_token_and_its_position_pass():
-    program = capture_module(llama(lambda m, x: x * torch.arange(x.shape[1]).float()[None, :, None].cos()), LlamaConfig(**SMALL))
+    module = llama(lambda m, x: x * torch.arange(x.shape[1]).float()[None, :, None].cos())
+    program = capture_module(module, module.config)
     assert program.stage == "captured"
 
 
 def test_every_unknown_operator_is_listed():
-    message = error(llama(lambda m, x: torch.special.bessel_j0(x) + torch.special.erfcx(x) + torch.special.bessel_j0(x)))
+    special = torch.special
+    message = error(llama(lambda m, x: special.bessel_j0(x) + special.erfcx(x) + special.bessel_j0(x)))
     assert "2 operator(s)" in message and "1 more place" in message
     assert "special_bessel_j0" in message and "special_erfcx" in message
 

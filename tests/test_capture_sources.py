@@ -84,8 +84,8 @@ def test_what_a_file_leaves_out_of_a_parameter_is_an_explicit_add():
     norm = "model.norm.weight"
 
     def bind(shapes, tied):
-        return {n: Stored(n, f"file.{n}", ("rope_halves", 2) if "q_proj" in n else (), -1.0 if n == norm else 0.0, "f16")
-                for n in shapes}
+        rows = {n: ("rope_halves", 2) if "q_proj" in n else () for n in shapes}
+        return {n: Stored(n, f"file.{n}", rows[n], -1.0 if n == norm else 0.0, "f16") for n in shapes}
 
     program = capture_module(module, module.config, bind)
     weight = program.weights()["model.layers.1.self_attn.q_proj.weight"]

@@ -71,7 +71,8 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
     names = {id(m): name for name, m in module.named_modules()}
     before = module.config._attn_implementation
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, {IMPLEMENTATION: _attention(names)}))
+        functions = ALL_ATTENTION_FUNCTIONS._local_mapping
+        stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names)}))
         for name, kind in MASKS.items():
             for place in _holders(name, getattr(masking_utils, name)):
                 stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind)}))

@@ -210,7 +210,8 @@ class _Walk:
         result = self.values[node]
         if isinstance(result, ir.Value):
             got = self.b.spec(result)
-            assert (got.shape, got.dtype) == (self.shape, self.dtype), f"{node.target}: {got}, {self.shape} {self.dtype}"
+            wanted = TensorSpec(self.dtype, self.shape)
+            assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), f"{node.target}: {got}, expected {wanted}"
 
     def _apply(self, rule: Callable, node: torch.fx.Node) -> Any:
         args = torch.fx.node.map_arg(node.args, self._operand)
