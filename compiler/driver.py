@@ -167,7 +167,7 @@ class _Setup:
 
     def lower(self, program: "Program", stage: str) -> "dict[str, Program]":
         """The program in every stage from its own to ``stage``; from a later one than ``laid_out``, that too."""
-        from adaptc.passes.lowered import laid_out
+        from adaptc.ir.lowered import laid_out
         from adaptc.passes.pipeline import PassOptions, lower_to
 
         o = self.options
@@ -255,19 +255,18 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
               report: CompileReport, progress: Progress):
     from adaptc import artifact_format
     from adaptc.artifact import ArtifactContents, Weight
-    from adaptc.weights import conversion_error
 
     declared = programs["lowered"].weights()
     buffers = sorted((b for b in plan.buffers if b.kind == "weight"), key=lambda b: b.source)
     done = iter(range(1, len(buffers) + 1))
 
     def produce(weight) -> bytes:
+        packed, error = _packed(source, setup.codegen, weight)
+        if error:
+            report.conversion_errors[weight.tensor] = error
         progress("weights", next(done), len(buffers))
-        return _packed(source, setup.codegen, weight)
+        return packed
 
-    for buffer in buffers:
-        if error := conversion_error(source, declared[buffer.source]):
-            report.conversion_errors[declared[buffer.source].tensor] = error
     text = source.text()
     names = {k: v for k, v in (("bos_token", text.bos_token), ("eos_token", text.eos_token)) if v is not None}
     return ArtifactContents(
@@ -290,14 +289,15 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
     )
 
 
-def _packed(source, codegen, weight) -> bytes:
-    """A weight as its type stores it: packed by the backend, or dense when its type has no format."""
-    from adaptc.weights import codes_of
+def _packed(source, codegen, weight) -> tuple[bytes, float]:
+    """A weight as its type stores it, packed by the backend or, when its type has no format, dense; and the error
+    that its format adds."""
+    from adaptc.weights import stored_codes
 
-    codes = codes_of(source, weight)
+    codes, error = stored_codes(source, weight)
     if weight.spec.format is None:
-        return codes["codes"].tobytes()
-    return codegen.pack(weight.spec.format, weight.spec.shape, codes)
+        return codes["codes"].tobytes(), error
+    return codegen.pack(weight.spec.format, weight.spec.shape, codes), error
 
 
 def _digest(tensor) -> str:

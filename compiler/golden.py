@@ -46,13 +46,15 @@ def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, step
     if not prompts:
         raise RequestError("no prompts to record.", hint="Give a file with one prompt a line.")
     source = open_source(model)
-    module, encode = _authors_model(source)
+    module, encode = authors_model(source)
     vocabulary = module.config.get_text_config().vocab_size
     probes = np.sort(np.random.Generator(np.random.PCG64(PROBE_SEED)).choice(vocabulary, min(PROBES, vocabulary),
                                                                            replace=False)).astype(np.int32)
     rows = []
     for done, prompt in enumerate(prompts):
-        rows.append(_answer(module, encode(prompt), steps, probes))
+        ids = encode(prompt)
+        tokens, logits = greedy(module, ids, steps)
+        rows.append(_record(tokens, len(ids), logits, probes))
         if progress:
             progress("goldens", done + 1, len(prompts))
     longest = max(len(r["tokens"]) for r in rows)
@@ -82,7 +84,7 @@ def read(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
-def _authors_model(source):
+def authors_model(source):
     """transformers' own module with its own reading of the files, and its tokenizer: nothing of ours in between."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -94,7 +96,9 @@ def _authors_model(source):
     return module, lambda text: tokenizer(text).input_ids
 
 
-def _answer(module, prompt: list[int], steps: int, probes: np.ndarray) -> dict[str, np.ndarray]:
+def greedy(module, prompt: list[int], steps: int) -> tuple[list[int], np.ndarray]:
+    """``prompt`` with ``steps`` greedy tokens after it, and the logits f32[steps, vocabulary] that chose them, from
+    one forward over the whole sequence without a cache."""
     import torch
 
     with torch.inference_mode():
@@ -103,16 +107,22 @@ def _answer(module, prompt: list[int], steps: int, probes: np.ndarray) -> dict[s
             out = module(torch.tensor([feed]), past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache, feed = out.past_key_values, [int(out.logits[0, -1].argmax())]
             tokens += feed
-        whole = module(torch.tensor([tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        top = whole.topk(min(TOP, whole.shape[1]))
-        return {
-            "tokens": np.array(tokens, np.int32),
-            "prompt_lengths": np.int32(len(prompt)),
-            "top_ids": top.indices.numpy().astype(np.int32),
-            "top_logits": top.values.numpy(),
-            "probe_logits": whole[:, torch.from_numpy(probes).long()].numpy(),
-            "log_sum_exp": whole.double().logsumexp(-1).float().numpy(),
-        }
+        whole = module(torch.tensor([tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return tokens, whole.float().numpy()
+
+
+def _record(tokens: list[int], prompt_length: int, logits: np.ndarray, probes: np.ndarray) -> dict[str, np.ndarray]:
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :TOP]
+    wide = logits.astype(np.float64)
+    peak = wide.max(1)
+    return {
+        "tokens": np.array(tokens, np.int32),
+        "prompt_lengths": np.int32(prompt_length),
+        "top_ids": order.astype(np.int32),
+        "top_logits": np.take_along_axis(logits, order, 1),
+        "probe_logits": logits[:, probes],
+        "log_sum_exp": (peak + np.log(np.exp(wide - peak[:, None]).sum(1))).astype(np.float32),
+    }
 
 
 def _versions() -> dict[str, str]:

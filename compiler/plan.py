@@ -183,7 +183,7 @@ class Plan:
 
 
 def _parse(kind, data, where: str):
-    """``data`` (from JSON) as a value of the annotated type ``kind``; every wrong, missing or unknown field is named."""
+    """``data`` (from JSON) as a value of the annotated type ``kind``; wrong, missing and unknown fields are named."""
     if dataclasses.is_dataclass(kind):
         if not isinstance(data, dict):
             raise ArtifactError(f"{where}: expected an object, got {type(data).__name__}")

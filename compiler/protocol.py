@@ -88,6 +88,8 @@ class Codegen(Protocol):
     name: str
     symbols: tuple[str, ...]
     """Order in which kernels read symbol values: ("T", "R", "S")."""
+    tile: str
+    """Name of the order that ``pack`` puts weights in; part of their type from the laid-out stage on."""
 
     def select(self, spec: OpSpec) -> Selection | None:
         """Kernels for an operator, or None when this backend has none (then its decomposition is used)."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, ClassVar
+from typing import Any, Callable, ClassVar
+
+from torch_mlir import ir
 
 from adaptc.errors import UnsupportedError
+from adaptc.ir.build import Builder
 from adaptc.ir.module import Program, spec_of
 from adaptc.ir.rewrite import Node, merge_equal, nodes, remove_dead
 from adaptc.protocol import OpSpec, TensorSpec
@@ -14,7 +17,8 @@ from adaptc.protocol import OpSpec, TensorSpec
 @dataclass(frozen=True)
 class Decompose:
     """Until ``supports`` has every operator, those it lacks become what their rows decompose into. Operators that
-    alias their operand need no support. UnsupportedError lists every operator that is left, with its module."""
+    alias their operand need no support. The fact "decomposed" says what became of which, for the coverage report.
+    UnsupportedError lists every operator that is left, with its module."""
 
     supports: Callable[[OpSpec], bool]
     name: ClassVar[str] = "decompose"
@@ -23,13 +27,16 @@ class Decompose:
 
     def run(self, program: Program) -> None:
         missing: list[str] = []
+        became: dict[str, set[str]] = {}
         with program.editing():
             for name, function in program.functions().items():
-                while sum(self._lower(node) for node in nodes(function)):  # what came of them may be lacking too
+                while sum(self._lower(node, became) for node in nodes(function)):  # what came of them may be lacking too
                     pass
                 merge_equal(function)
                 remove_dead(function)
                 missing += [f"  {_describe(node)} (in @{name})" for node in nodes(function) if self._lacks(node)]
+        if became:
+            program.set_fact("decomposed", {name: sorted(into) for name, into in sorted(became.items())})
         if missing:
             raise UnsupportedError(
                 "the backend has no kernel and the operator table no decomposition for:\n" + "\n".join(missing),
@@ -39,11 +46,25 @@ class Decompose:
     def _lacks(self, node: Node) -> bool:
         return node.row is not None and not node.row.aliases and not self.supports(spec_of(node.op))
 
-    def _lower(self, node: Node) -> bool:
+    def _lower(self, node: Node, became: dict[str, set[str]]) -> bool:
         if not self._lacks(node) or node.row.decompose is None:
             return False
-        node.replace(*node.row.decompose(node.builder(), node.attrs, *node.operands))
+        name, builder = node.name, _Recorder(ir.InsertionPoint(node.op), node.source)
+        node.replace(*node.row.decompose(builder, node.attrs, *node.operands))
+        became.setdefault(name, set()).update(builder.built)
         return True
+
+
+class _Recorder(Builder):
+    """A builder that remembers which operators it built."""
+
+    def __init__(self, point: ir.InsertionPoint, source: str):
+        super().__init__(point, source)
+        self.built: set[str] = set()
+
+    def op(self, name: str, *operands: ir.Value, **attrs: Any):
+        self.built.add(name)
+        return super().op(name, *operands, **attrs)
 
 
 def _describe(node: Node) -> str:

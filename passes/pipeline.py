@@ -104,7 +104,7 @@ def layout(options: PassOptions, codegen: Codegen) -> tuple[Pass, ...]:
         # decompositions make elementwise arithmetic; grouping it again costs fewer passes over memory
         GroupElementwise(supports),
         # last: no operator's meaning depends on the packing order
-        LayOutWeights(codegen.name),
+        LayOutWeights(codegen.tile),
     )
 
 

@@ -22,10 +22,10 @@ from torch_mlir import ir
 from adaptc.errors import OptionError
 from adaptc.ir import dialect
 from adaptc.ir.functions import bodies
+from adaptc.ir.lowered import scratch_of
 from adaptc.ir.module import STEP, Program, callee
 from adaptc.ir.rewrite import nodes, spec
 from adaptc.passes.base import storage
-from adaptc.passes.select_kernels import scratch_of
 from adaptc.plan import DTYPE_BYTES
 from adaptc.protocol import TensorSpec
 

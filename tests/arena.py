@@ -14,7 +14,7 @@ from adaptc.ir.rewrite import nodes, spec
 from adaptc.ops.elementwise import NUMPY
 from adaptc.ops.mixing import RowState
 from adaptc.passes.plan_memory import ALIGNMENT
-from adaptc.passes.select_kernels import scratch_of
+from adaptc.ir.lowered import scratch_of
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ class FakeCodegen:
 
     name = "fake"
     symbols = ("T", "R", "S")
+    tile = "rows"
 
     def __init__(self, *lacks: str):
         self.lacks = lacks

@@ -56,13 +56,13 @@ def test_run_streams_text(artifact):
 @pytest.mark.parametrize("flags", [(), ("--plan",), ("--memory",), ("--ir", "captured"), ("--ir", "fused"),
                                    ("--ir", "lowered")])
 def test_inspect_models_and_artifacts(model, artifact, flags):
-    for what in (model, artifact):
-        text = adaptc_("inspect", what, *flags)
+    texts = [adaptc_("inspect", what, *flags) for what in (model, artifact)]
+    for text in texts:
         assert text.returncode == 0 and text.stdout.strip(), text.stderr
-        data = adaptc_("inspect", what, *flags, "--json")
-        assert data.returncode == 0 and json.loads(data.stdout), data.stderr
     if flags[:1] == ("--ir",):
-        assert adaptc_("inspect", model, *flags).stdout == adaptc_("inspect", artifact, *flags).stdout
+        assert texts[0].stdout == texts[1].stdout
+    data = adaptc_("inspect", artifact, *flags, "--json")
+    assert data.returncode == 0 and json.loads(data.stdout), data.stderr
 
 
 def test_targets():

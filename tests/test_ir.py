@@ -270,8 +270,8 @@ RULES = {
     "attribute's kind": ([(WINDOW, WINDOW.replace("0 : i64", "0.5 : f64"))], "'window' must be of kind int"),
     "attribute's form": ([(WINDOW, WINDOW.replace("0 : i64", "dense<0> : tensor<1xi64>"))],
                          "a kind that adaptc operators"),
-    "wrong result type": ([(f'"adaptc.reshape"(%0) {{shape = ["T", 1, {D}]', f'"adaptc.reshape"(%0) {{shape = ["T", {D}, 1]')],
-                          "its row infers"),
+    "wrong result type": ([(f'"adaptc.reshape"(%0) {{shape = ["T", 1, {D}]',
+                            f'"adaptc.reshape"(%0) {{shape = ["T", {D}, 1]')], "its row infers"),
     "window of the state": ([(WINDOW, WINDOW.replace("0", "3"))], "window 3, the state's is 0"),
 }
 
@@ -355,7 +355,8 @@ def test_rule_calls_fit_the_callee():
         call = operation(step, "func.call")
         operands = list(call.operands)
         operands[3] = operands[0]
-        before_end(step).raw("func.call", operands, [r.type for r in call.results], {"callee": call.attributes["callee"]})
+        before_end(step).raw("func.call", operands, [r.type for r in call.results],
+                             {"callee": call.attributes["callee"]})
 
     refused(edited(change), "operand type mismatch")
 
@@ -386,7 +387,8 @@ def test_rule_one_block_a_function():
 def test_rule_state_is_declared():
     def change(program, step, body):
         kind = dialect.to_type(STATE)
-        function = func.FuncOp("same", ([kind], [kind]), visibility="private", ip=ir.InsertionPoint(program.module.body))
+        end = ir.InsertionPoint(program.module.body)
+        function = func.FuncOp("same", ([kind], [kind]), visibility="private", ip=end)
         block = function.add_entry_block()
         func.ReturnOp(list(block.arguments), ip=ir.InsertionPoint(block))
         call = operation(step, "func.call")
@@ -401,8 +403,8 @@ def test_rule_one_operator_a_step_appends_to_a_state():
     def change(program, step, body):
         operation(step, "func.call", 1).operands[4] = operation(step, "func.call", 0).operands[4]
 
-    refused(edited(change), "@layer, module attn: adaptc.attention appends to state 'layers.0.kv', to which an operator "
-                            "before it has appended")
+    refused(edited(change), "@layer, module attn: adaptc.attention appends to state 'layers.0.kv', to which an "
+                            "operator before it has appended")
 
 
 def test_operators_that_only_read_a_state_come_after_the_one_that_appends(monkeypatch):
@@ -414,7 +416,7 @@ def test_operators_that_only_read_a_state_come_after_the_one_that_appends(monkey
         attention = operation(body, "adaptc.attention")
         scaling = {"scaling": 0.5, "window": 0, "softcap": 0.0}
         kinds = [r.type for r in attention.results]
-        Builder(ir.InsertionPoint.at_block_terminator(body)).raw("adaptc.recall", list(attention.operands), kinds, scaling)
+        before_end(body).raw("adaptc.recall", list(attention.operands), kinds, scaling)
         legality.check(program)
         Builder(ir.InsertionPoint(attention)).raw("adaptc.recall", list(attention.operands), kinds, scaling)
     refused(program, "adaptc.recall reads state 'layers.0.kv' before the step's rows are appended")

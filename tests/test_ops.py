@@ -141,7 +141,8 @@ def values(sample: Sample, sizes: Mapping[str, int] = SIZES[0]) -> list:
         elif i in sample.given:
             made.append(sample.given[i](rng, sizes))
         else:
-            made.append(np.asarray(rng.normal(size=[sizes.get(d, d) for d in spec.shape]) * 2).astype(NUMPY[spec.dtype]))
+            drawn = rng.normal(scale=2, size=[sizes.get(d, d) for d in spec.shape])
+            made.append(np.asarray(drawn).astype(NUMPY[spec.dtype]))
     return made
 
 
@@ -473,7 +474,8 @@ def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window
         state, pieces = RowState(spec), []
         for lo, hi in zip([0, *cuts], [*cuts, 9]):
             places = np.arange(lo, hi, dtype=np.int32)
-            pieces += row("attention").meaning(attrs, q[lo:hi], k[lo:hi], v[lo:hi], places, np.zeros_like(places), state)
+            chunk = (x[lo:hi] for x in (q, k, v))
+            pieces += row("attention").meaning(attrs, *chunk, places, np.zeros_like(places), state)
         return np.concatenate(pieces)
 
     whole = run([])

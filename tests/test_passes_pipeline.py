@@ -18,7 +18,7 @@ from adaptc.passes.base import run_pass
 from adaptc.passes.decompose import Decompose
 from adaptc.passes.pipeline import PassOptions, lower_to
 from adaptc.passes.plan_memory import Block, PlanMemory, place_blocks
-from adaptc.passes.select_kernels import kernel_uses
+from adaptc.ir.lowered import kernel_uses
 from adaptc.protocol import KernelSpec
 
 SHAPES = {"llama": LLAMA, "gemma": GEMMA}

@@ -153,7 +153,8 @@ def placed():
                                                          result)}
                 elif op.name in NOTES[name]:
                     where, args, scratch = NOTES[name][op.name]
-                    kernel = {"symbol": "", "family": op.name[7:], "params": json.dumps({"buffers": args}), "args": args}
+                    params = json.dumps({"buffers": args})
+                    kernel = {"symbol": "", "family": op.name[7:], "params": params, "args": args}
                     notes = {"buffers": where if args else next(views), "scratch": scratch,
                              "kernels": [kernel] if args else []}
                 else:

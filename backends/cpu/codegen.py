@@ -59,6 +59,7 @@ class CpuCodegen:
 
     name: str = "cpu"
     symbols: tuple[str, ...] = ("T", "R", "S")
+    tile: str = "r8k4"
 
     def select(self, spec: OpSpec) -> Selection | None:
         choose = _rows("SELECT").get(spec.op)

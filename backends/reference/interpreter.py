@@ -5,7 +5,7 @@ It shares no code with any other backend, and needs neither plan nor kernels.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping
+from typing import Any, Callable
 
 import numpy as np
 

@@ -120,7 +120,7 @@ def _infer_concat(attrs, operands):
     for operand in operands:
         rest = operand.shape[:axis] + operand.shape[axis + 1 :]
         expect(rest == first[:axis] + first[axis + 1 :], f"concat: {operand.shape} doesn't fit {first} on axis {axis}.")
-        expect(isinstance(operand.shape[axis], int), f"concat: axis {axis} of {operand.shape} can't be joined: dynamic.")
+        expect(isinstance(operand.shape[axis], int), f"concat: axis {axis} of {operand.shape} is dynamic, can't join.")
         total += operand.shape[axis]
     return (TensorSpec(operands[0].dtype, first[:axis] + (total,) + first[axis + 1 :]),)
 

@@ -13,7 +13,8 @@ from adaptc.protocol import Codegen
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """How one kind of operator is carried out: ``status`` is "mapped" or "missing"; ``count`` places a step."""
+    """How one kind of operator is carried out: ``status`` is "mapped", "decomposed into …" or "missing"; ``count``
+    places a step (of one that was decomposed, 0: its parts are counted)."""
 
     op: str
     count: int
@@ -29,7 +30,12 @@ def coverage(program: Program, codegen: Codegen) -> list[CoverageRow]:
         count, mapped, modules = found.get(name, (0, True, set()))
         supported = row(name).aliases or codegen.select(spec_of(op)) is not None
         found[name] = (count + 1, mapped and supported, modules | {kind_of(path)})
-    return [
+    rows = [
         CoverageRow(name, count, "mapped" if mapped else "missing", tuple(sorted(modules)))
-        for name, (count, mapped, modules) in sorted(found.items())
+        for name, (count, mapped, modules) in found.items()
     ]
+    rows += [
+        CoverageRow(name, 0, f"decomposed into {', '.join(parts)}", ())
+        for name, parts in program.fact("decomposed", {}).items()
+    ]
+    return sorted(rows, key=lambda r: r.op)

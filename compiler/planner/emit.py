@@ -7,17 +7,17 @@ the call's. Places in the lowered IR read ``arena+<offset>`` (in @step), ``frame
 
 from __future__ import annotations
 
-import json
 from math import prod
 
 from adaptc.ir import dialect
 from adaptc.ir.build import short_name
+from adaptc.ir.lowered import kernel_uses, scratch_of
 from adaptc.ir.module import ROLES, STEP, Program, callee, source_of, spec_of
 from adaptc.options import CompileOptions
 from adaptc.plan import (DTYPE_BYTES, Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart,
                          Symbol)
 from adaptc.planner.cost import cost_of, weight_bytes
-from adaptc.protocol import Codegen, KernelSpec, StateSpec, TensorSpec
+from adaptc.protocol import Codegen, KernelSpec, KernelUse, StateSpec, TensorSpec
 
 
 def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, level: str, options: CompileOptions,
@@ -135,9 +135,8 @@ class _Emitter:
                 continue
             values = [*op.operation.operands, *op.operation.results]
             texts = dialect.from_attr(op.operation.attributes["buffers"])
-            specs = [dialect.to_spec(v.type) for v in values]
-            scratch = _scratch(op)
-            handles = [self._place(t, s, frame, arguments, results) for t, s in zip(texts, specs + scratch)]
+            specs = [*(dialect.to_spec(v.type) for v in values), *scratch_of(op)]
+            handles = [self._place(t, s, frame, arguments, results) for t, s in zip(texts, specs)]
             count = len(op.operation.operands)
             source = ".".join(filter(None, (path, source_of(op))))
             if name == "func.call":
@@ -148,7 +147,7 @@ class _Emitter:
         return found
 
     def _operator(self, op, handles: list[str], operands: int, source: str) -> list[Operator]:
-        uses = dialect.from_attr(op.operation.attributes["kernels"])
+        uses = kernel_uses(op)
         if not uses:  # a view: its result is its operand's memory
             return []
         results = len(op.operation.results)
@@ -160,14 +159,13 @@ class _Emitter:
                      tuple(handles[operands : operands + results]), cost.flops, cost.traffic)
         ]
 
-    def _call(self, use: dict, handles: list[str], operands: int, results: int) -> Call:
-        spec = KernelSpec(use["family"], _params(use["params"]))
-        symbol = self.codegen.symbol(spec)
-        self.specs[symbol] = spec
-        self.kernels[symbol] = Kernel(symbol, self.codegen.object_of(spec), tuple(self.codegen.signature(spec)))
+    def _call(self, use: KernelUse, handles: list[str], operands: int, results: int) -> Call:
+        symbol = self.codegen.symbol(use.kernel)
+        self.specs[symbol] = use.kernel
+        self.kernels[symbol] = Kernel(symbol, self.codegen.object_of(use.kernel), self.codegen.signature(use.kernel))
         first = {"operand": 0, "state": 0, "pages": 0, "result": operands, "scratch": operands + results}
         buffers = []
-        for argument in use["args"]:
+        for argument in use.args:
             role, index = argument.split(":")
             handle = handles[first[role] + int(index)]
             if role == "pages":
@@ -175,15 +173,3 @@ class _Emitter:
             buffers.append(handle)
         return Call(symbol, tuple(buffers))
 
-
-def _scratch(op) -> list[TensorSpec]:
-    attributes = op.operation.attributes
-    if "scratch" not in attributes:
-        return []
-    return [TensorSpec(dtype, tuple(shape)) for dtype, shape in dialect.from_attr(attributes["scratch"])]
-
-
-def _params(text: str) -> tuple[tuple[str, object], ...]:
-    """A kernel's parameters from their JSON text: lists are tuples again, so that equal kernels are equal values."""
-    freeze = lambda v: tuple(map(freeze, v)) if isinstance(v, list) else v  # noqa: E731
-    return tuple((name, freeze(value)) for name, value in sorted(json.loads(text).items()))

@@ -43,7 +43,6 @@ class Target:
     memory     fastest first; the last one holds the weights
     launch_s   seconds a kernel costs beyond its work (launch and barrier)
     key_block  cache rows that attention merges at a time, at absolute positions
-    tile       name of the packing order of its matrix kernels
     """
 
     name: str
@@ -56,7 +55,6 @@ class Target:
     links: tuple[Link, ...]
     dtypes: tuple[str, ...]
     key_block: int
-    tile: str
 
     def __post_init__(self):
         figures = {f"compute[{name}]": value for name, value in self.compute.items()}
