@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator
@@ -168,14 +168,10 @@ class _Setup:
     def lower(self, program: "Program", stage: str) -> "dict[str, Program]":
         """The program in every stage from its own to ``stage``; from a later one than ``laid_out``, that too."""
         from adaptc.ir.lowered import laid_out
-        from adaptc.passes.pipeline import PassOptions, lower_to
+        from adaptc.passes.pipeline import lower_to
 
-        o = self.options
-        options = PassOptions(weights=o.weights, activations=o.activations, cache=o.kv_dtype, page_size=o.page_size,
-                              key_block=self.target.key_block, max_context=self.context(program),
-                              max_step_tokens=o.max_step_tokens, max_sampled=o.max_requests,
-                              max_requests=o.max_requests)
-        programs = lower_to(program, stage, options, self.codegen).programs
+        options = replace(self.options, max_context=self.context(program))
+        programs = lower_to(program, stage, options, self.codegen, self.target.key_block).programs
         if stage == "lowered" and "laid_out" not in programs:
             programs["laid_out"] = laid_out(programs["lowered"])
         return programs
@@ -183,9 +179,23 @@ class _Setup:
     def plan(self, lowered: "Program") -> "tuple[Plan, tuple]":
         from adaptc.planner.emit import emit_plan
 
-        return emit_plan(lowered, self.codegen, target=self.target.name, backend=self.target.backend,
-                         level=self.level, options=self.options, max_context=self.context(lowered),
-                         key_block=self.target.key_block)
+        plan, kernels = emit_plan(lowered, self.codegen, target=self.target.name, backend=self.target.backend,
+                                  level=self.level, max_context=self.context(lowered))
+        self._check(plan)
+        return plan, kernels
+
+    def _check(self, plan: "Plan") -> None:
+        """That a plan made from a late stage's text is what the options say. OptionError names the one that isn't."""
+        said = {name: getattr(self.options, name) for name in ("page_size", "max_step_tokens", "max_requests")}
+        made = {name: getattr(plan, name) for name in said if plan.states or name != "page_size"}
+        if plan.states:
+            said |= {"kv": self.options.kv_dtype, "max_context": -(-plan.max_context // plan.page_size)}
+            made |= {"kv": plan.states[0].dtype, "max_context": plan.groups[0].max_pages}
+        for name, value in made.items():
+            if value != said[name]:
+                got = f"{value} pages a request" if name == "max_context" else value
+                raise OptionError(f"the given stage was made with another {name}, {got}.",
+                                  hint="Give the options it was made with, or start from an earlier stage.")
 
 
 def _capture(source) -> "Program":
@@ -282,7 +292,7 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         goldens=goldens,
         sources=source.hashes,
         tensors={name: _digest(tensor) for name, tensor in sorted(source.tensors.items())},
-        requirements={"architecture": "x86_64", "level": setup.level},
+        requirements=setup.codegen.requirements(setup.level),
         options=setup.options.to_dict(),
         tolerances=TOLERANCES if setup.options.activations == "f32" else {},
         provenance=_versions(),

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
+from adaptc import formats
 from adaptc.errors import OptionError, one_of
 
 CHOICES = {
-    "weights": ("auto", "f32", "bf16", "int8", "int4"),
+    "weights": ("auto", *formats.CHOICES),
     "activations": ("f32", "int8"),
     "kv": ("auto", "f32", "f16", "bf16"),
 }
+"""Option → its values, where these are names."""
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Options of one compile.
+    """Options of one compile, of the driver and of the passes alike.
 
     weights         how weights are stored; auto keeps each tensor in the format of its file, bit for bit
     activations     f32, or int8: the inputs of linear maps are quantised on the fly, one scale a token and group of 32

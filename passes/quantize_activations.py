@@ -11,8 +11,8 @@ from adaptc.errors import one_of
 from adaptc.ir.module import Program
 from adaptc.ir.rewrite import Node, nodes, remove_dead, spec
 from adaptc.ops.dense import QUANTIZABLE
+from adaptc.options import CHOICES
 
-CHOICES = ("f32", "int8")
 GROUP = 32
 """Columns that share one scale."""
 
@@ -28,8 +28,8 @@ class QuantizeActivations:
     ensures: ClassVar[tuple[str, ...]] = ()
 
     def run(self, program: Program) -> None:
-        if self.activations not in CHOICES:
-            raise one_of("activation format", self.activations, CHOICES)
+        if self.activations not in CHOICES["activations"]:
+            raise one_of("activation format", self.activations, CHOICES["activations"])
         if self.activations == "f32":
             return
         with program.editing():

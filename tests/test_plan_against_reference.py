@@ -17,7 +17,8 @@ import pytest
 import adaptc
 import tiny_gguf
 import tiny_models
-from adaptc import backends, blocks
+from adaptc import backends, blocks, driver
+from adaptc.backends.cpu import packing
 from adaptc.backends.reference.interpreter import Reference
 from adaptc.formats import FORMATS
 from adaptc.ir.module import Program
@@ -45,8 +46,8 @@ STEPS = (
     {1: 1, 0: 3, 2: 1},  # requests in another order, and one that starts
     {0: 1, 1: 1, 2: 1},
 )
-BOUND = 2e-6
-"""Largest error of a float result, relative to the operator's largest value."""
+BOUND = 1e-6
+"""Largest error of a float result, relative to the operator's largest value; measured: 6e-7. Codes are equal."""
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +138,9 @@ class Walk:
 
 
 def agree(got: np.ndarray, wanted: np.ndarray) -> bool:
-    """Equal, but for a float's rounding, and for a code that lies between two and may go either way."""
+    """Equal, but for a float's rounding."""
     if wanted.dtype.kind != "f":
-        difference = np.abs(got.astype(np.int64) - wanted)
-        return difference.max(initial=0) <= 1 and (difference > 0).mean() < 1e-3
+        return np.array_equal(got, wanted)
     return np.allclose(got, wanted, rtol=0, atol=BOUND * np.abs(wanted).max(initial=0))
 
 
@@ -159,3 +159,96 @@ def test_every_operator_gives_what_it_means(compiled, model, options):
     path, out = compiled(model, options)
     artifact = load_artifact(out)
     assert Walk(artifact, reference(path, artifact)).run() == []
+
+
+# ---- planted faults
+
+
+def chosen(plan: Plan, name: str) -> Operator:
+    """An operator from the middle of the plan."""
+    found = [o for o in plan.operators() if o.op == name]
+    return found[len(found) // 2]
+
+
+def replaced(plan: Plan, operator: Operator, **changes) -> Plan:
+    (segment,) = plan.segments
+    changed = dataclasses.replace(operator, **changes)
+    operators = tuple(changed if o.id == operator.id else o for o in segment.operators)
+    return dataclasses.replace(plan, segments=(dataclasses.replace(segment, operators=operators),))
+
+
+def misread(artifact: Artifact, operator: Operator, role: str, added: int):
+    """The operator's last kernel reads input ``role`` as if ``added`` stood in every entry on top."""
+    plan = artifact.plan
+    right = next(b for b in plan.buffers if b.handle == plan.inputs[role])
+    wrong = dataclasses.replace(right, handle="wrong")
+    *calls, last = operator.calls
+    last = Call(last.kernel, tuple("wrong" if h == right.handle else h for h in last.buffers))
+    plan = replaced(plan, operator, calls=(*calls, last))
+    plan = dataclasses.replace(plan, buffers=(*plan.buffers, wrong), inputs=plan.inputs | {"wrong": "wrong"})
+    return dataclasses.replace(artifact, plan=plan), {"wrong": (role, added)}
+
+
+def page_one_off(artifact: Artifact, operator: Operator):
+    return misread(artifact, operator, f"pages:{artifact.plan.groups[0].name}", 1)
+
+
+def mask_shifted(artifact: Artifact, operator: Operator):
+    return misread(artifact, operator, "positions", -1)
+
+
+def repacked(artifact: Artifact, operator: Operator, change):
+    """``change`` is applied to the unpacked codes of the operator's first weight, on a copy for this operator alone."""
+    buffers: dict[str, Buffer] = {b.handle: b for b in artifact.plan.buffers}
+    handle = next(h for h in operator.calls[0].buffers if h.startswith("weight:"))
+    program = Program.parse(artifact.read("ir/laid_out.mlir").decode())
+    spec = program.weights()[buffers[handle].source].spec
+    codes = packing.unpack(spec.format, spec.shape, artifact.weights[buffers[handle].source])
+    codes = {name: values.copy() for name, values in codes.items()}
+    change(codes)
+    data = np.frombuffer(packing.pack(spec.format, spec.shape, codes), np.uint8)
+    aligned = np.zeros(len(data) + 64, np.uint8)
+    aligned = aligned[-aligned.ctypes.data % 64 :][: len(data)]
+    aligned[...] = data
+    wrong = dataclasses.replace(buffers[handle], handle="weight:wrong", source="wrong")
+    calls = tuple(Call(c.kernel, tuple("weight:wrong" if h == handle else h for h in c.buffers)) for c in operator.calls)
+    plan = dataclasses.replace(replaced(artifact.plan, operator, calls=calls), buffers=(*artifact.plan.buffers, wrong))
+    return dataclasses.replace(artifact, plan=plan, weights={**artifact.weights, "wrong": memoryview(aligned)}), {}
+
+
+def scale_swapped(artifact: Artifact, operator: Operator):
+    def change(codes):
+        codes["scale0"][5, :2] = codes["scale0"][5, 1::-1]
+
+    return repacked(artifact, operator, change)
+
+
+def tail_dropped(artifact: Artifact, operator: Operator):
+    def change(codes):
+        codes["codes"][-1, -8:] = 0
+
+    return repacked(artifact, operator, change)
+
+
+@pytest.mark.parametrize("fault, name", [
+    (page_one_off, "attention"), (mask_shifted, "attention"), (scale_swapped, "linear"), (scale_swapped, "gated_linear"),
+    (tail_dropped, "linear"), (scale_swapped, "linears"),
+])  # fmt: skip
+@pytest.mark.parametrize("options", ["f32", "int8"])
+def test_a_planted_fault_is_found_where_it_is(compiled, options, fault, name):
+    path, out = compiled("gemma3-gguf", options)
+    artifact = load_artifact(out)
+    operator = chosen(artifact.plan, name)
+    faulty, shifted = fault(artifact, operator)
+    assert {o.id for o in Walk(faulty, reference(path, artifact), shifted=shifted).run()} == {operator.id}
+
+
+def test_another_epsilon_is_found_where_it_is(compiled, tmp_path):
+    path, out = compiled("gemma3", "f32")
+    text = driver.stage_text(out, "laid_out")
+    right, wrong = "eps = 9.9999999999999995E-7", "eps = 2.0E-6"
+    assert right in text
+    (tmp_path / "laid_out.mlir").write_text(text.replace(right, wrong))
+    adaptc.compile(path, "cpu", output=tmp_path / "a.adapt", from_ir=tmp_path / "laid_out.mlir", **SIZES, **OPTIONS["f32"])
+    faults = Walk(load_artifact(tmp_path / "a.adapt"), reference(path, load_artifact(out))).run()
+    assert faults and all("norm" in o.op for o in faults)

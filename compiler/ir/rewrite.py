@@ -16,9 +16,6 @@ from adaptc.ir.build import Builder, attrs_of, short_name
 from adaptc.ir.module import Program, source_of
 from adaptc.ops.table import OpRow, row
 
-COMMUTATIVE = ("add", "mul", "max", "min")
-"""Operators whose operands may be exchanged."""
-
 
 @dataclass(frozen=True)
 class Node:
