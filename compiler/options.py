@@ -17,6 +17,9 @@ CHOICES = {
 }
 """Option → its values, where these are names."""
 
+LARGEST = 2**31 - 1
+"""Positions, rows and page numbers are 32-bit integers at run time."""
+
 
 @dataclass(frozen=True)
 class CompileOptions:
@@ -47,8 +50,8 @@ class CompileOptions:
                 raise one_of(f"value for {name}", getattr(self, name), valid)
         for name, least in (("page_size", 1), ("max_step_tokens", 1), ("max_requests", 1), ("max_context", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OptionError(f"{name} must be an integer of at least {least}, got {value!r}.")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+                raise OptionError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}.")
         if not isinstance(self.level, str):
             raise OptionError(f"level must be a name, got {self.level!r}.")
 

@@ -9,7 +9,7 @@ no compiler: what they share is the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
+from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from adaptc.formats import WeightFormat
 from adaptc.plan import Plan
@@ -105,7 +105,7 @@ class Codegen(Protocol):
 
     def compile(self, kernels: Sequence[KernelSpec], level: str, *, workers: int = 1,
                 progress: Callable[[int, int], None] | None = None) -> Mapping[str, bytes]:
-        """Object files by file name, holding all ``kernels`` (and what runs them in order) for the target's ``level``."""
+        """Object files by file name, holding all ``kernels`` (and what runs them in order) for ``level``."""
 
     def object_of(self, kernel: KernelSpec) -> str:
         """Name of the object file that ``compile`` puts the kernel into."""

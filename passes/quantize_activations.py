@@ -20,7 +20,8 @@ GROUP = 32
 @dataclass(frozen=True)
 class QuantizeActivations:
     """With "int8", one ``quantize`` for each input of linear maps whose weights have integer codes. Maps of one input
-    that were merged over integer and float weights are parted; float weights keep the float input."""
+    that were merged over integer and float weights are parted; float weights keep the float input. The choice
+    is kept in the fact "activations"."""
 
     activations: str = "f32"
     name: ClassVar[str] = "quantize_activations"
@@ -30,6 +31,7 @@ class QuantizeActivations:
     def run(self, program: Program) -> None:
         if self.activations not in CHOICES["activations"]:
             raise one_of("activation format", self.activations, CHOICES["activations"])
+        program.set_fact("activations", self.activations)
         if self.activations == "f32":
             return
         with program.editing():

@@ -1,8 +1,7 @@
 """The lowered program as a plan: every operator at every place, with its kernels and buffers.
 
 Bodies are expanded here: a body's frame stands at an arena offset that its call names, its arguments and results are
-the call's. Places in the lowered IR read ``arena+<offset>`` (in @step), ``frame+<offset>`` (in a body), ``arg<i>``,
-``result<i>`` and ``symbol:<name>`` (a weight or state).
+the call's. ``passes.plan_memory`` says what the places noted in the lowered program mean.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from adaptc.errors import LegalityError
 from adaptc.ir import dialect
 from adaptc.ir.build import short_name
 from adaptc.ir.lowered import kernel_uses, scratch_of
-from adaptc.ir.module import ROLES, STEP, Program, callee, source_of, spec_of
+from adaptc.ir.module import ROLES, STEP, Program, callee, joined, source_of, spec_of
 from adaptc.plan import (DTYPE_BYTES, Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart,
                          Symbol)
 from adaptc.planner.cost import cost_of, weight_bytes
@@ -147,7 +146,7 @@ class _Emitter:
             specs = [*(dialect.to_spec(v.type) for v in values), *scratch_of(op)]
             handles = [self._place(t, s, frame, arguments, results) for t, s in zip(texts, specs)]
             count = len(op.operation.operands)
-            source = ".".join(filter(None, (path, source_of(op))))
+            source = joined(path, source_of(op))
             if name == "func.call":
                 below = frame + dialect.from_attr(op.operation.attributes["frame"])
                 found += self._function(self.functions[callee(op)], below, handles[:count], handles[count:], source)
