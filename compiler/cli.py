@@ -152,7 +152,8 @@ def _standard_input() -> str:
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise RequestError(f"The prompt on standard input is not UTF-8: {error.reason} at byte {error.start}.") from error
+        what = f"{error.reason} at byte {error.start}"
+        raise RequestError(f"The prompt on standard input is not UTF-8: {what}.") from error
 
 
 @main.command()

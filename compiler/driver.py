@@ -240,7 +240,7 @@ def _check_given(given: "Program", captured: "Program", path: str | os.PathLike)
                  for program in (given, captured))
     hint = "The text and the model don't belong together."
     if unknown := sorted({read[key] for key in read.keys() - own.keys()}):
-        raise InputError(f"{path} reads the tensor {unknown[0]!r} in a way in which the model doesn't have it.", hint=hint)
+        raise InputError(f"{path} reads the tensor {unknown[0]!r} in a form that the model doesn't have.", hint=hint)
     if missing := sorted({own[key] for key in own.keys() - read.keys()}):
         raise InputError(f"{path} doesn't read the model's tensor {missing[0]!r}.", hint=hint)
 
@@ -252,8 +252,8 @@ def _check_same(lowered: "Program", again: "Program") -> None:
         if got != expected:
             at = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), min(len(got), len(expected)))
             raise LegalityError(f"stage lowered, line {number}: expected …{expected[max(0, at - 60):at + 60]}…, got "
-                                f"…{got[max(0, at - 60):at + 60]}….", hint="Kernels and places follow from the laid-out "
-                                "stage: edit that one.")  # fmt: skip
+                                f"…{got[max(0, at - 60):at + 60]}….",
+                                hint="Kernels and places follow from the laid-out stage: edit that one.")
 
 
 def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tuple[Program, _Setup]":

@@ -143,7 +143,8 @@ def test_a_stage_that_contradicts_the_model_is_refused(model, tmp_path, old, new
 
 @pytest.mark.parametrize("pattern,new", [
     (r"adaptc.arena_bytes = \d+", "adaptc.arena_bytes = 64"), (r'"frame\+\d{3,}"', '"frame+0"'),
-    (r'args = \["operand:0", "operand:1"', 'args = ["operand:1", "operand:0"'), (r'"family"|family = "\w+"', 'family = "x"'),
+    (r'args = \["operand:0", "operand:1"', 'args = ["operand:1", "operand:0"'),
+    (r'family = "\w+"', 'family = "x"'),
     (r'params = "\{', 'params = "'), (r"adaptc.arena_bytes = \d+ : i64, ", ""),
 ])
 def test_kernels_and_places_can_not_be_edited(model, tmp_path, pattern, new):
