@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total)."""
 
+DEFAULTS = CompileOptions()
+
 TOLERANCES = {"logits_absolute": 5e-4, "greedy_margin": 1e-3}
 """Agreement of f32 activations with the authors' model in float32: largest difference of a logit, and the margin
 between the best two below which a greedy token may differ."""
@@ -87,12 +89,12 @@ def compile_model(model: str | os.PathLike, target: str = "cpu", *, output: str 
     setup = _Setup.of(target, chosen)
     output = Path(output)
     check_output(output, force=force)
-    golden_bytes = read_goldens(goldens) if goldens else None
     given = _parse_stage(from_ir) if from_ir else None
     report = CompileReport(str(output), "", target, setup.level, chosen.to_dict())
     with report.timed("open"):
         source = open_source(model)
         report.model = source.name
+        golden_bytes = read_goldens(goldens, source) if goldens else None
     with report.timed("capture"):
         progress("capture", 0, 1)
         captured = _capture(source)
@@ -264,6 +266,9 @@ def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tup
     if (Path(what) / MANIFEST).is_file():
         from adaptc.runtime.loader import load_artifact
 
+        if asked := sorted(k for k, v in CompileOptions.of(options).to_dict().items() if v != getattr(DEFAULTS, k)):
+            raise OptionError(f"{what} is an artifact: it shows the options it was compiled with, so {asked[0]} can't "
+                              "be chosen.", hint="Inspect the model instead.")
         artifact = load_artifact(what)
         setup = _Setup.of(artifact.manifest["target"], CompileOptions.of(dict(artifact.manifest["options"])))
         return _parse_stage(Path(what) / CAPTURED), setup

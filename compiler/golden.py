@@ -92,8 +92,8 @@ def _write(output: Path, content: bytes) -> None:
         raise OutputError(f"{output} can't be written: {error.strerror}.") from error
 
 
-def read(path: str | Path) -> bytes:
-    """The bytes of a golden file; InputError when it isn't one."""
+def read(path: str | Path, source=None) -> bytes:
+    """The bytes of a golden file; InputError when it isn't one, or isn't one of ``source``'s files."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -103,6 +103,9 @@ def read(path: str | Path) -> bytes:
         raise InputError(f"{path} is not a golden file: {error}.", hint="Make one with `adaptc golden`.") from error
     if metadata.get("kind") != KIND or metadata.get("version") != VERSION or names != TENSORS:
         raise InputError(f"{path} is not a golden file of version {VERSION}.", hint="Make one with `adaptc golden`.")
+    if source is not None and json.loads(metadata["files"]) != source.hashes:
+        raise InputError(f"{path} was recorded from other files than {source.name}: from {metadata['model']}.",
+                         hint="Record goldens of this very model with `adaptc golden`.")
     return Path(path).read_bytes()
 
 

@@ -65,6 +65,10 @@ def test_inspect_models_and_artifacts(model, artifact, flags):
     assert data.returncode == 0 and json.loads(data.stdout), data.stderr
 
 
+def test_an_artifact_shows_its_own_options(artifact):
+    refused(adaptc_("inspect", artifact, "--weights", "int4"), "weights")
+
+
 def test_targets():
     assert "cpu" in adaptc_("targets").stdout
     assert json.loads(adaptc_("targets", "--json").stdout)[0]["name"] == "cpu"

@@ -219,4 +219,7 @@ def test_goldens_travel_in_the_artifact(model, tmp_path):
     with pytest.raises(adaptc.errors.InputError, match="golden"):
         (tmp_path / "bad.safetensors").write_bytes(b"not goldens")
         adaptc.compile(model, "cpu", output=tmp_path / "b.adapt", goldens=tmp_path / "bad.safetensors")
+    other = tiny_models.write(tmp_path / "other", seed=5)
+    with pytest.raises(adaptc.errors.InputError, match="other files"):
+        adaptc.compile(other, "cpu", output=tmp_path / "b.adapt", goldens=tmp_path / "g.safetensors")
     assert not (tmp_path / "b.adapt").exists()
