@@ -8,6 +8,7 @@ import hashlib
 
 import numpy as np
 from adaptc.backends.cpu.elf import Image
+from adaptc.backends.cpu.levels import DEFAULT, level_of
 from adaptc.backends.cpu.toolchain import compile_mlir
 
 NUMPY = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i64": np.int64, "i32": np.int32, "i8": np.int8,
@@ -21,10 +22,10 @@ def _image(text: str, symbol: str, level: str) -> tuple[Image, KERNEL]:
     return image, KERNEL(image.address(symbol))
 
 
-def native(family, params, level: str = "x86-64-v3"):
+def native(family, params, level: str = DEFAULT):
     """The kernel as a callable(buffers, symbols, tid, n) over numpy arrays."""
     symbol = "kernel_" + hashlib.sha256(repr(sorted(params.items())).encode()).hexdigest()[:12]
-    _, function = _image(family.emit(params, symbol), symbol, level)
+    _, function = _image(family.emit(params, symbol, level_of(level)), symbol, level)
 
     def call(buffers, symbols=(1, 1, 1), tid=0, n=1):
         pointers = (ctypes.c_void_p * len(buffers))(*(b.ctypes.data for b in buffers))
@@ -43,7 +44,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def run(module, spec, operands, symbols, threads: int = 1, level: str = "x86-64-v3"):
+def run(module, spec, operands, symbols, threads: int = 1, level: str = DEFAULT):
     """Results of an operator by ``module``'s kernels. A state operand is given as (pool, block table). Threads take
     turns in reverse order: kernels have no barrier inside, so any order must do."""
     selection = module.SELECT[spec.op](spec)
