@@ -20,8 +20,8 @@ from adaptc.planner.cost import cost_of, weight_bytes
 from adaptc.protocol import Codegen, KernelSpec, KernelUse, StateSpec, TensorSpec
 
 
-def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, level: str, options: CompileOptions,
-              max_context: int, key_block: int) -> tuple[Plan, tuple[KernelSpec, ...]]:
+def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, levels: tuple[str, ...],
+              options: CompileOptions, max_context: int, key_block: int) -> tuple[Plan, tuple[KernelSpec, ...]]:
     """The plan of a lowered program, and the kernels that it calls, each once."""
     emitter = _Emitter(program, codegen, options)
     operators = emitter.operators()
@@ -29,7 +29,7 @@ def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, 
     inputs = emitter.inputs(groups)
     plan = Plan(
         target=target,
-        level=level,
+        levels=levels,
         backend=backend,
         vocabulary=program.fact("vocabulary"),
         max_context=max_context,
