@@ -75,6 +75,7 @@ def test_targets():
     (("--weights", "int3"), ("int3", "int4")),
     (("--kv", "fp8"), ("fp8", "bf16")),
     (("--level", "x86-64-v9"), ("x86-64-v9", "x86-64-v3")),
+    (("--level", "x86-64-v3", "--level", "x86-64-v4+avx9"), ("avx9", "avx512vnni")),
     (("--page-size", "0"), ("page_size",)),
     (("--max-context", "4096"), ("4096", "128")),
     (("--from", "absent.mlir"), ("absent.mlir",)),

@@ -239,6 +239,8 @@ ATTENTION = [
 @pytest.mark.parametrize("checks", [LINEAR, OTHERS, ATTENTION], ids=["linear", "others", "attention"])
 def test_a_sample_of_the_kernels_tests_at_each_level(level, checks):
     """The tests that the default level passes: same formulas, same bounds, same bit-for-bit laws."""
+    if "vnni" in level and checks is not LINEAR:
+        pytest.skip("not run: the same code as without the feature")
     for check in checks:
         check()
 

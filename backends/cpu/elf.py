@@ -297,6 +297,9 @@ _AARCH64: dict[int, Rule] = {
               insert=lambda old, value: old & 0xFFC003FF | value >> 3 << 10),  # LD64_GOT_LO12_NC
 }  # fmt: skip
 
+MACHINES = {"x86_64": _EM_X86_64, "aarch64": _EM_AARCH64}
+"""The files' machine by the system's name of it."""
+
 RULES: dict[int, dict[int, Rule]] = {_EM_X86_64: _X86_64, _EM_AARCH64: _AARCH64}
 """Relocation types by number, by the file's machine."""
 
@@ -317,6 +320,7 @@ class Image:
 
     def __init__(self, objects: Mapping[str, bytes | memoryview]):
         parsed = [read_object(objects[name], name) for name in sorted(objects)]
+        self.machines = {obj.machine: obj.name for obj in parsed}
         places, spans, size = _layout(parsed)
         # the memory is allocated before symbols have addresses, and is writable until all relocations are applied
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

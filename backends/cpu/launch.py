@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from adaptc.backends.cpu.context import CYCLES, RUN, WORKER, Command, Context
-from adaptc.backends.cpu.elf import Image
+from adaptc.backends.cpu.elf import MACHINES, Image
 from adaptc.backends.cpu.levels import host_flags, level_of, rank
 from adaptc.backends.cpu.memory import ALIGNMENT, Region
 from adaptc.errors import ArtifactError, OptionError, one_of
@@ -36,11 +36,14 @@ _CALIBRATION_SECONDS = 2e-3
 class Library:
     """Objects loaded into this process, for calling one kernel by itself.
 
-    ``objects`` maps file names to contents. Raises ArtifactError for malformed objects.
+    ``objects`` maps file names to contents. Raises ArtifactError for malformed objects and those of another machine.
     """
 
     def __init__(self, objects: Mapping[str, bytes | memoryview]):
         self.image = Image(objects)
+        machine = platform.machine()
+        for other in self.image.machines.keys() - {MACHINES.get(machine)}:
+            raise ArtifactError(f"object {self.image.machines[other]} is not for {machine} CPUs.")
 
     def address(self, symbol: str) -> int:
         """Address of a kernel; ArtifactError when no object defines it."""

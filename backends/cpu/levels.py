@@ -52,7 +52,7 @@ class Level:
 
 
 _V2_FEATURES = ("+cx16", "+popcnt", "+sse4.2")
-_V2_FLAGS = ("cx16", "popcnt", "sse4_2", "ssse3")
+_V2_FLAGS = ("cx16", "popcnt", "sse4_2")
 _V3_FEATURES = ("+avx", "+avx2", "+bmi", "+bmi2", "+cx16", "+f16c", "+fma", "+lzcnt", "+movbe", "+popcnt", "+sse4.2")
 _V3_FLAGS = ("avx", "avx2", "bmi1", "bmi2", "cx16", "f16c", "fma", "abm", "movbe", "popcnt", "sse4_2")
 _V4_FEATURES = ("+avx512bw", "+avx512cd", "+avx512dq", "+avx512f", "+avx512vl")
