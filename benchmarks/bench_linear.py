@@ -3,7 +3,8 @@
     python benchmarks/bench_linear.py [--formats q4_1,q8_0] [--levels x86-64-v3,native] [--threads 1] [--rows 1,64]
 
 For each shape (those of SmolLM2-135M, and one whose weights exceed the caches): GB/s of packed weights read and
-GFLOP/s (2 · M · N · K), best of ``--repeat``. Levels take turns. The first line is the machine's reading speed, measured in the same run.
+GFLOP/s (2 · M · N · K), best of ``--repeat``. Levels take turns. The first line is the reading speed of the machine,
+measured in the same run.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def main() -> None:
     args = parser.parse_args()
     pool = ThreadPoolExecutor(args.threads)
     print(f"reading: {read_speed(pool, args.threads, args.repeat):.1f} GB/s with {args.threads} thread(s)")
-    print(f"{'format':8}{'x':5}{'shape':10}{'level':21}{'compile':>8}  " + "".join(f"{'M=' + m:>24}" for m in args.rows.split(",")))
+    heads = "".join(f"{'M=' + m:>24}" for m in args.rows.split(","))
+    print(f"{'format':8}{'x':5}{'shape':10}{'level':21}{'compile':>8}  {heads}")
     for name in args.formats.split(","):
         for shape in args.shapes.split(","):
             n, k = SHAPES[shape]

@@ -40,7 +40,7 @@ class ArtifactContents:
 
     sources       file name → SHA-256 of each of the model's files
     tensors       source tensor → SHA-256 of its dequantised float32 values, row-major little-endian
-    requirements  what the host must have, e.g. {"any_level": ["x86-64-v3"]}
+    requirements  what the host must have, by level, e.g. {"x86-64-v3": {"architecture": "x86_64"}}
     tolerances    bounds within which the artifact agrees with its goldens
     provenance    versions of the tools that took part
     objects       "<level>/<file name>" → object code; every level of the plan has all

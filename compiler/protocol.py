@@ -9,7 +9,7 @@ no compiler: what they share is the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
+from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from adaptc.formats import WeightFormat
 from adaptc.plan import Plan
@@ -91,6 +91,9 @@ class Codegen(Protocol):
     tile: str
     """Name of the order that ``pack`` puts weights in; part of their type from the laid-out stage on."""
 
+    def requirements(self, level: str) -> Mapping[str, str]:
+        """What a machine must have to run kernels of ``level``, for the manifest. The launcher checks it."""
+
     def select(self, spec: OpSpec) -> Selection | None:
         """Kernels for an operator, or None when this backend has none (then its decomposition is used)."""
 
@@ -102,7 +105,7 @@ class Codegen(Protocol):
 
     def compile(self, kernels: Sequence[KernelSpec], level: str, *, workers: int = 1,
                 progress: Callable[[int, int], None] | None = None) -> Mapping[str, bytes]:
-        """Object files by file name, holding all ``kernels`` (and the backend's step driver) for CPU ``level``."""
+        """Object files by file name, holding all ``kernels`` (and what runs them in order) for ``level``."""
 
     def level(self, name: str) -> str:
         """The full name of an instruction-set level; "native" is the highest that this machine runs. OptionError when
@@ -151,8 +154,9 @@ class Launcher(Protocol):
 
     def choose_level(self, plan: Plan, wanted: str | None = None) -> str:
         """Which of the plan's levels to run: the best that this machine can, or ``wanted``. Raises ArtifactError when
-        it can run none, OptionError when ``wanted`` is none of them or it can't run that one; both say what is missing."""
+        it can run none, OptionError when ``wanted`` is none of them or not for it; both say what is missing."""
 
     def load(self, plan: Plan, objects: Mapping[str, bytes], weights: Mapping[str, memoryview], *,
              threads: int, pages: Mapping[str, int]) -> Executable:
-        """Maps kernels (one level's object files by name), weights (packed bytes by name) and page pools (``pages``: number of pages by group)."""
+        """Maps kernels (one level's object files by name), weights (packed bytes by name) and page pools (``pages``:
+        number of pages by group)."""

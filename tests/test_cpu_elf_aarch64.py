@@ -1,5 +1,5 @@
-"""Relocations of aarch64 objects: hand-made files are linked, and what the patched instructions then say is read back by
-a disassembler. Nothing is run."""
+"""Relocations of aarch64 objects: hand-made files are linked, and what the patched instructions then say is read back
+by a disassembler. Nothing is run."""
 
 from __future__ import annotations
 
@@ -11,33 +11,39 @@ import pytest
 from adaptc.backends.cpu import elf, launch
 from adaptc.errors import ArtifactError
 
-ADRP, ADD, LDR_Q, LDR_X, BL, B, NOP = 0x90000000, 0x91000000, 0x3DC00000, 0xF9400000, 0x94000000, 0x14000000, 0xD503201F
+ADRP, ADD, LDR_Q, LDR_X = 0x90000000, 0x91000000, 0x3DC00000, 0xF9400000
+BL, B, NOP = 0x94000000, 0x14000000, 0xD503201F
 GOT, LOW_ADD, LOW_16, LOW_GOT = 311, 277, 299, 312
 
 
-def object_of(code: list[int], relocations: list[tuple[int, int, int, int]], constants: bytes = b"", machine=183) -> bytes:
+Relocations = list[tuple[int, int, int, int]]
+
+
+def object_of(code: list[int], relocations: Relocations, constants: bytes = b"", machine: int = 183) -> bytes:
     """An ET_REL file: .text of ``code`` with an exported ``start``, .rodata with a local symbol at its byte 16 (symbol
     1), ``start`` (symbol 2). Relocations are (word of .text, type, symbol, addend)."""
     names, strings = b"\0.text\0.rodata\0.rela\0.symtab\0.strtab\0", b"\0data\0start\0"
     text = struct.pack(f"<{len(code)}I", *code)
-    rela = b"".join(struct.pack("<QQq", 4 * at, symbol << 32 | kind, addend) for at, kind, symbol, addend in relocations)
+    rela = b"".join(struct.pack("<QQq", 4 * at, number << 32 | kind, add) for at, kind, number, add in relocations)
     symbols = struct.pack("<IBBHQQ", 0, 0, 0, 0, 0, 0)
     symbols += struct.pack("<IBBHQQ", 1, 0x01, 0, 2, 16, 0) + struct.pack("<IBBHQQ", 6, 0x12, 0, 1, 0, 0)
-    parts = [(b"", 0, 0, 0, 0, 1, 0), (text, 1, 6, 0, 0, 16, 0), (constants, 1, 2, 0, 0, 16, 0), (rela, 4, 0, 4, 1, 8, 24),
-             (symbols, 2, 0, 5, 2, 8, 24), (strings, 3, 0, 0, 0, 1, 0), (names, 3, 0, 0, 0, 1, 0)]  # fmt: skip
+    parts = [(b"", 0, 0, 0, 0, 1, 0), (text, 1, 6, 0, 0, 16, 0), (constants, 1, 2, 0, 0, 16, 0),
+             (rela, 4, 0, 4, 1, 8, 24), (symbols, 2, 0, 5, 2, 8, 24), (strings, 3, 0, 0, 0, 1, 0), (names, 3, 0, 0, 0, 1, 0)]  # fmt: skip
     places = [0, 1, 7, 15, 21, 29, 0]
     body, rows = b"", []
     for name, (content, kind, flags, link, info, align, entry) in zip(places, parts):
         body += b"\0" * (-len(body) % 16)
-        rows.append(struct.pack("<IIQQQQIIQQ", name, kind, flags, 0, 64 + len(body), len(content), link, info, align, entry))
+        where = (64 + len(body), len(content))
+        rows.append(struct.pack("<IIQQQQIIQQ", name, kind, flags, 0, *where, link, info, align, entry))
         body += content
     body += b"\0" * (-len(body) % 16)
     ident = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
-    return struct.pack("<16sHHIQQQIHHHHHH", ident, 1, machine, 1, 0, 0, 64 + len(body), 0, 64, 0, 0, 64, 7, 6) + body + b"".join(rows)
+    header = struct.pack("<16sHHIQQQIHHHHHH", ident, 1, machine, 1, 0, 0, 64 + len(body), 0, 64, 0, 0, 64, 7, 6)
+    return header + body + b"".join(rows)
 
 
-def linked(code: list[int], relocations: list[tuple[int, int, int, int]], constants: bytes = bytes(8192)):
-    """(instructions of .text at their final addresses, address of ``start``, address of the local symbol)."""
+def linked(code: list[int], relocations: Relocations, constants: bytes = bytes(8192)):
+    """(instructions of .text at their final addresses, address of ``start``, that of the local symbol, the image)."""
     image = elf.Image({"k.o": object_of(code, relocations, constants)})
     start = image.address("start")
     text = bytes(image._memory[: 4 * len(code)])

@@ -353,7 +353,7 @@ def test_the_best_level_that_the_machine_runs_is_chosen(monkeypatch):
         LAUNCHER.choose_level(several, "x86-64-v3")
     with pytest.raises(OptionError, match="unknown level of this artifact 'x86-64-v4'.*x86-64-v3"):
         LAUNCHER.choose_level(plan(), "x86-64-v4")
-    with pytest.raises(ArtifactError, match="for x86-64-v3 this CPU lacks fma; for x86-64-v4 this CPU lacks fma, avx512bw"):
+    with pytest.raises(ArtifactError, match="x86-64-v3 this CPU lacks fma; for x86-64-v4 this CPU lacks fma, avx512bw"):
         choose("x86-64-v3", "x86-64-v4")
     with pytest.raises(ArtifactError, match="x86-64-v9.*x86-64-v3"):
         choose("x86-64-v9")

@@ -68,8 +68,12 @@ def test_each_level_keeps_the_equivalences(several, level):
 def test_loading_chooses_the_best(several, monkeypatch):
     chosen = []
     load = launch.CpuLauncher.load
-    monkeypatch.setattr(launch.CpuLauncher, "load",
-                        lambda self, plan, objects, *a, **k: chosen.append(objects) or load(self, plan, objects, *a, **k))
+
+    def noted(self, plan, objects, *args, **options):
+        chosen.append(objects)
+        return load(self, plan, objects, *args, **options)
+
+    monkeypatch.setattr(launch.CpuLauncher, "load", noted)
     runs = [name for name in LEVELS if not level_of(name).missing(platform.machine(), host_flags())]
     adaptc.load(several, threads=1).close()
     monkeypatch.setattr(launch, "host_flags", lambda: frozenset(level_of("x86-64-v2").flags))

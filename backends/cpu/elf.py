@@ -1,8 +1,8 @@
 """Relocatable ELF objects: reading, linking against each other and mapping into memory. Standard library only.
 
 Only what kernels need: ET_REL files of x86-64 and aarch64 with allocated sections, symbols and RELA relocations
-(System V ABI, AMD64 supplement, table 4.9; ELF for the Arm 64-bit Architecture, section 5.7). Every offset, index and size is checked before use; whatever is wrong with a file is an
-ArtifactError that names it.
+(System V ABI, AMD64 supplement, table 4.9; ELF for the Arm 64-bit Architecture, section 5.7). Every offset, index and
+size is checked before use; whatever is wrong with a file is an ArtifactError that names it.
 """
 
 from __future__ import annotations
@@ -237,24 +237,31 @@ class Rule:
     insert: Callable[[int, int], int] = lambda old, value: value
 
 
-_PC = lambda s, a, p, g, t: s + a - p
-_GOT_PC = lambda s, a, p, g, t: g + a - p
+
+def _pc(s: int, a: int, p: int, g: int, t: int) -> int:
+    return s + a - p
+
+
+def _got_pc(s: int, a: int, p: int, g: int, t: int) -> int:
+    return g + a - p
+
+
 _X86_64: dict[int, Rule] = {
     1: Rule(8, True, lambda s, a, p, g, t: s + a),  # R_X86_64_64
-    2: Rule(4, True, _PC),  # R_X86_64_PC32
-    4: Rule(4, True, _PC),  # R_X86_64_PLT32: everything is within reach, no stub is needed
-    9: Rule(4, True, _GOT_PC, slot=True),  # R_X86_64_GOTPCREL
+    2: Rule(4, True, _pc),  # R_X86_64_pc32
+    4: Rule(4, True, _pc),  # R_X86_64_PLT32: everything is within reach, no stub is needed
+    9: Rule(4, True, _got_pc, slot=True),  # R_X86_64_GOTPCREL
     10: Rule(4, False, lambda s, a, p, g, t: s + a),  # R_X86_64_32
     11: Rule(4, True, lambda s, a, p, g, t: s + a),  # R_X86_64_32S
-    24: Rule(8, True, _PC),  # R_X86_64_PC64
+    24: Rule(8, True, _pc),  # R_X86_64_pc64
     25: Rule(8, True, lambda s, a, p, g, t: s + a - t),  # R_X86_64_GOTOFF64
     26: Rule(4, True, lambda s, a, p, g, t: t + a - p),  # R_X86_64_GOTPC32
     27: Rule(8, True, lambda s, a, p, g, t: g - t + a, slot=True),  # R_X86_64_GOT64
-    28: Rule(8, True, _GOT_PC, slot=True),  # R_X86_64_GOTPCREL64
+    28: Rule(8, True, _got_pc, slot=True),  # R_X86_64_GOTPCREL64
     29: Rule(8, True, lambda s, a, p, g, t: t + a - p),  # R_X86_64_GOTPC64
     31: Rule(8, True, lambda s, a, p, g, t: s + a - t),  # R_X86_64_PLTOFF64
-    41: Rule(4, True, _GOT_PC, slot=True),  # R_X86_64_GOTPCRELX
-    42: Rule(4, True, _GOT_PC, slot=True),  # R_X86_64_REX_GOTPCRELX
+    41: Rule(4, True, _got_pc, slot=True),  # R_X86_64_GOTPCRELX
+    42: Rule(4, True, _got_pc, slot=True),  # R_X86_64_REX_GOTPCRELX
 }
 
 
@@ -281,13 +288,13 @@ def _low12(scale: int) -> Rule:
 
 _AARCH64: dict[int, Rule] = {
     257: Rule(8, True, lambda s, a, p, g, t: s + a),  # R_AARCH64_ABS64
-    260: Rule(8, True, _PC),  # R_AARCH64_PREL64
-    261: Rule(4, True, _PC),  # R_AARCH64_PREL32
+    260: Rule(8, True, _pc),  # R_AARCH64_PREL64
+    261: Rule(4, True, _pc),  # R_AARCH64_PREL32
     275: Rule(4, True, lambda s, a, p, g, t: _page(s + a) - _page(p), bits=33, insert=_adr),  # ADR_PREL_PG_HI21
     277: _low12(0),  # ADD_ABS_LO12_NC
     278: _low12(0),  # LDST8_ABS_LO12_NC
-    282: Rule(4, True, _PC, bits=28, insert=_branch),  # JUMP26
-    283: Rule(4, True, _PC, bits=28, insert=_branch),  # CALL26
+    282: Rule(4, True, _pc, bits=28, insert=_branch),  # JUMP26
+    283: Rule(4, True, _pc, bits=28, insert=_branch),  # CALL26
     284: _low12(1),  # LDST16_ABS_LO12_NC
     285: _low12(2),  # LDST32_ABS_LO12_NC
     286: _low12(3),  # LDST64_ABS_LO12_NC

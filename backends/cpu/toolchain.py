@@ -58,10 +58,11 @@ def check_host(level: Level) -> None:
     """Raises OptionError when the compiling machine can't generate code for ``level``, with the reason."""
     machine = platform.machine()
     if machine != level.machine:
+        possible = [name for name, other in LEVELS.items() if other.machine == machine]
         raise OptionError(
-            f"kernels for CPU level {level.name} can't be compiled here: torch-mlir brings a code generator for the machine "
-            f"it runs on only, which is {machine}, and the level is {level.machine}'s.",
-            hint=f"Compile on {level.machine}, or for one of {', '.join(n for n, v in LEVELS.items() if v.machine == machine)}.",
+            f"kernels for CPU level {level.name} can't be compiled here: torch-mlir brings a code generator for the "
+            f"machine it runs on only, which is {machine}, and the level is {level.machine}'s.",
+            hint=f"Compile on {level.machine}, or for one of {', '.join(possible)}." if possible else "",
         )
 
 

@@ -365,7 +365,8 @@ def select(spec: OpSpec) -> Selection | None:
     query, key, value, _, _, state = spec.operands
     assert isinstance(state, StateSpec)
     width, value_width = key.shape[2], value.shape[2]
-    if width % COLUMNS or value_width % COLUMNS or state.key_block % COLUMNS or state.dtype not in ("f32", "f16", "bf16"):
+    sizes = (width, value_width, state.key_block)
+    if any(size % COLUMNS for size in sizes) or state.dtype not in ("f32", "f16", "bf16"):
         return None
     paging = {
         "dtype": state.dtype, "kv_heads": key.shape[1], "max_pages": state.max_pages, "page_size": state.page_size,

@@ -59,8 +59,8 @@ class Loop:
 class Emitter:
     """Writes the body of one function for a CPU level. Methods append an operation and return its result.
 
-    ``lanes`` is how many f32 one vector register of the level holds; ``floats``, ``words``, ``shorts`` and ``bytes`` are
-    the types of a full register of f32, i32, i16 and i8. Wider and narrower vectors are legal everywhere.
+    ``lanes`` is how many f32 one vector register of the level holds; ``floats``, ``words``, ``shorts`` and ``bytes``
+    are the types of a full register of f32, i32, i16 and i8. Wider and narrower vectors are legal everywhere.
 
     Binary operations choose the float or integer form by the operands' type; a Python number on either side
     becomes a (splat) constant of the other side's type. Constants are shared and stand at the function's start.

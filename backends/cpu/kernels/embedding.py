@@ -1,5 +1,6 @@
 """``embedding``: rows of a packed table by token id, ids i32[T] → f32[T, D], with the bits that ``adaptc.blocks``
-gives, eight columns at a time at every level. The table is the same packed weight that a tied output projection multiplies with."""
+gives, eight columns at a time at every level. The table is the same packed weight that a tied output projection
+multiplies with."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _float_row(e: Emitter, format: WeightFormat, k: int, codes: Value, scales: V
         e.store(e.load_float(at, format.codes), e.at(out, loop.index, "f32"))
 
 
-def _integer_row(e: Emitter, format: WeightFormat, k: int, codes: Value, scales: Value, lane: Value, out: Value) -> None:
+def _integer_row(e: Emitter, format: WeightFormat, k: int, codes: Value, scales: Value, lane: Value,
+                 out: Value) -> None:
     with e.loop(0, k // SPAN) as loop:
         here = e.at(codes, e.mul(loop.index, code_layout(format).vectors * 32))
         group_scales = _SCALES[format.scale](e, format, scales, lane, loop.index)

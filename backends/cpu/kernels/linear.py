@@ -1,7 +1,7 @@
 """Matrix products with packed weights: ``linear``, ``linears`` and ``gated_linear``, from f32 or int8 activations.
 
-Threads share the units of all weights (as many output columns as a vector has lanes). A thread keeps one in its caches and
-runs over tiles of 4 rows of x, so one kernel serves decoding and prefill; fewer than 4 rows go one by one, and the
+Threads share the units of all weights (as many output columns as a vector has lanes). A thread keeps one in its caches
+and runs over tiles of 4 rows of x, so one kernel serves decoding and prefill; fewer than 4 rows go one by one, and the
 last tile overlaps the one before.
 """
 
