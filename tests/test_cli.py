@@ -155,11 +155,15 @@ def test_flipped_bit(artifact, tmp_path):
 
     copy = tmp_path / "copy.adapt"
     shutil.copytree(artifact, copy)
-    kernel = sorted((copy / "kernels").iterdir())[0]
+    kernel = sorted((copy / "kernels").glob("*/*.o"))[0]
     data = bytearray(kernel.read_bytes())
     data[len(data) // 2] ^= 4
     kernel.write_bytes(data)
     refused(adaptc_("run", copy, "x"), kernel.name)
+
+
+def test_a_level_that_the_artifact_lacks(artifact):
+    refused(adaptc_("run", artifact, "x", "--level", "x86-64-v4"), "level of this artifact 'x86-64-v4'", "x86-64-v3")
 
 
 @pytest.mark.parametrize("delay", [1.0, 4.0, 8.0])
