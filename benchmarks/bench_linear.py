@@ -1,9 +1,10 @@
 """Speed of the cpu backend's matrix kernels by weight format and kind of activations.
 
-    python benchmarks/bench_linear.py [--formats q4_1,q8_0] [--threads 1] [--rows 1,64] [--repeat 5]
+    python benchmarks/bench_linear.py [--formats q4_1,q8_0] [--levels x86-64-v3,native] [--threads 1] [--rows 1,64]
 
 For each shape (those of SmolLM2-135M, and one whose weights exceed the caches): GB/s of packed weights read and
-GFLOP/s (2 · M · N · K), best of ``--repeat``. The first line is the machine's reading speed, measured in the same run.
+GFLOP/s (2 · M · N · K), best of ``--repeat``. Levels take turns. The first line is the reading speed of the machine,
+measured in the same run.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from adaptc.backends.cpu.codegen import CODEGEN
 from adaptc.backends.cpu.elf import Image
 from adaptc.backends.cpu.kernels.linear import FAMILIES
+from adaptc.backends.cpu.levels import DEFAULT, level_of
 from adaptc.backends.cpu.packing import pack, packed_bytes
 from adaptc.backends.cpu.toolchain import compile_mlir
 from adaptc.formats import FORMATS, WeightFormat
@@ -78,13 +81,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--levels", default=DEFAULT)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", default="1,64")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     pool = ThreadPoolExecutor(args.threads)
     print(f"reading: {read_speed(pool, args.threads, args.repeat):.1f} GB/s with {args.threads} thread(s)")
-    print(f"{'format':8}{'x':5}{'shape':10}{'compile':>9}  " + "".join(f"{'M=' + m:>24}" for m in args.rows.split(",")))
+    heads = "".join(f"{'M=' + m:>24}" for m in args.rows.split(","))
+    print(f"{'format':8}{'x':5}{'shape':10}{'level':21}{'compile':>8}  {heads}")
     for name in args.formats.split(","):
         for shape in args.shapes.split(","):
             n, k = SHAPES[shape]
@@ -97,11 +102,12 @@ def main() -> None:
 
 def bench(name: str, shape: str, n: int, k: int, x: str, weight: np.ndarray, args, pool: ThreadPoolExecutor) -> None:
     params = {"rows": "T", "k": k, "x": x, "weights": ((name, n),), "bias": False}
-    start = time.perf_counter()
-    image = Image({"kernel": compile_mlir(FAMILIES["linears"].emit(params, "kernel"), "x86-64-v3")})
-    compiled = time.perf_counter() - start
-    function = KERNEL(image.address("kernel"))
-    cells = []
+    images, compiled, cells = {}, {}, {}
+    for level in map(CODEGEN.level, args.levels.split(",")):
+        start = time.perf_counter()
+        text = FAMILIES["linears"].emit(params, "kernel", level_of(level))
+        images[level] = Image({"kernel": compile_mlir(text, level)})
+        compiled[level], cells[level] = time.perf_counter() - start, []
     for m in map(int, args.rows.split(",")):
         if shape == "large" and m > 8:
             continue
@@ -110,11 +116,17 @@ def bench(name: str, shape: str, n: int, k: int, x: str, weight: np.ndarray, arg
             xs = [np.ones((m, k), np.int8), np.ones((m, k // 32), np.float32), np.ones((m, k // 16), np.float32)]
         out = np.zeros((m, n), np.float32)
         loops = max(1, int(2e7 / (m * n * k)))
-        call = repeated(function, [*xs, weight, out], m, loops)
-        seconds = best(call, args.repeat, pool, args.threads) / loops
-        gbs = packed_bytes(FORMATS[name], (n, k)) / seconds / 1e9
-        cells.append(f"{gbs:8.1f} GB/s {2e-9 * m * n * k / seconds:6.0f} GF/s")
-    print(f"{name:8}{x:5}{shape:10}{compiled:8.2f}s  " + " ".join(cells), flush=True)
+        arrays = [*xs, weight, out]
+        calls = {v: repeated(KERNEL(i.address("kernel")), arrays, m, loops) for v, i in images.items()}
+        times = dict.fromkeys(calls, float("inf"))
+        for _ in range(args.repeat):
+            for level, call in calls.items():
+                times[level] = min(times[level], best(call, 1, pool, args.threads) / loops)
+        for level, seconds in times.items():
+            gbs = packed_bytes(FORMATS[name], (n, k)) / seconds / 1e9
+            cells[level].append(f"{gbs:8.1f} GB/s {2e-9 * m * n * k / seconds:6.0f} GF/s")
+    for level, columns in cells.items():
+        print(f"{name:8}{x:5}{shape:10}{level:21}{compiled[level]:7.2f}s  " + " ".join(columns), flush=True)
 
 
 if __name__ == "__main__":

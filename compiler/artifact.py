@@ -40,10 +40,10 @@ class ArtifactContents:
 
     sources       file name → SHA-256 of each of the model's files
     tensors       source tensor → SHA-256 of its dequantised float32 values, row-major little-endian
-    requirements  what the host must have, e.g. {"architecture": "x86_64"}
+    requirements  what the host must have, by level, e.g. {"x86-64-v3": {"architecture": "x86_64"}}
     tolerances    bounds within which the artifact agrees with its goldens
     provenance    versions of the tools that took part
-    objects       file name → object code
+    objects       "<level>/<file name>" → object code; every level of the plan has all
     weights       every weight that the plan's buffers name as their source
     """
 
@@ -116,14 +116,14 @@ def _fill(staging: Path, contents: ArtifactContents) -> None:
     files = {}
     for name, chunks in sorted(_files(contents).items()):
         path = staging / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         files[name] = _write(path, chunks)
     manifest = {
         "format": FORMAT_VERSION,
         "adaptc": adaptc.__version__,
         "model": contents.model,
         "target": contents.plan.target,
-        "level": contents.plan.level,
+        "levels": list(contents.plan.levels),
         "files": files,
         "states": [asdict(state) for state in contents.plan.states],
         **{k: dict(getattr(contents, k)) for k in
@@ -146,7 +146,8 @@ def _files(contents: ArtifactContents) -> dict[str, Iterable[bytes]]:
         names.WEIGHTS: weight_chunks(contents.weights),
     }
     for name, code in contents.objects.items():
-        assert os.sep not in name and not name.startswith("."), name
+        level, _, file = name.partition("/")
+        assert level in contents.plan.levels and file and os.sep not in file and not file.startswith("."), name
         files[names.KERNELS + name] = [code]
     if contents.tokenizer is not None:
         files[names.TOKENIZER] = [contents.tokenizer]

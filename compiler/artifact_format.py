@@ -22,6 +22,7 @@ PLAN = "plan.json"
 CAPTURED = "ir/captured.mlir"
 LAID_OUT = "ir/laid_out.mlir"
 KERNELS = "kernels/"
+"""Below it one directory a level, with the same file names in each."""
 WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -35,7 +36,7 @@ ALIGNMENT = 64
 """Every tensor's data starts at a multiple of this within weights.safetensors: a cache line, an AVX-512 vector."""
 
 MANIFEST_FIELDS = (
-    "adaptc", "digest", "files", "format", "level", "model", "options", "provenance", "requirements", "sources",
+    "adaptc", "digest", "files", "format", "levels", "model", "options", "provenance", "requirements", "sources",
     "states", "target", "tensors", "tolerances",
 )  # fmt: skip
 

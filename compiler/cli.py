@@ -48,10 +48,11 @@ def _as_json(function):
 def _compile_options(function):
     """One flag for each field of CompileOptions."""
     for item in reversed(fields(CompileOptions)):
+        many = item.metadata.get("repeatable", False)
         kind = click.Choice(CHOICES[item.name]) if item.name in CHOICES else type(item.default)
         flag = "--" + item.name.replace("_", "-")
-        function = click.option(flag, item.name, type=kind, default=item.default, show_default=True,
-                                help=_help_of(item.name))(function)
+        function = click.option(flag, item.name, type=kind, default=() if many else item.default,
+                                multiple=many, show_default=True, help=_help_of(item.name))(function)
     return function
 
 
@@ -113,9 +114,10 @@ def compile_command(model, target, output, from_ir, goldens, force, workers, as_
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
 @click.option("--threads", type=int, default=None, help="Threads. [default: the free cores]")
+@click.option("--level", help="Which of the artifact's levels to run. [default: the best that this machine runs]")
 @_as_json
 def run(artifact, prompt, chat, system, max_tokens, temperature, top_k, top_p, seed, stop, ignore_eos, threads,
-        as_json) -> None:
+        level, as_json) -> None:
     """Runs ARTIFACT on PROMPT and streams the answer. With neither PROMPT nor --chat, reads standard input."""
     from adaptc.runtime.session import load
 
@@ -128,7 +130,7 @@ def run(artifact, prompt, chat, system, max_tokens, temperature, top_k, top_p, s
     else:
         request = prompt if prompt is not None else _standard_input()
     start = time.perf_counter()
-    with load(artifact, threads=threads) as session:
+    with load(artifact, threads=threads, level=level) as session:
         loaded = time.perf_counter() - start
         stream = session.stream(request, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                                 seed=seed, stop=stop, ignore_eos=ignore_eos)

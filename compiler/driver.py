@@ -41,7 +41,7 @@ class CompileReport:
     output: str
     model: str
     target: str
-    level: str
+    levels: tuple[str, ...]
     options: dict[str, Any]
     seconds: dict[str, float] = field(default_factory=dict)
     profile: "list[ProfileRow]" = field(default_factory=list)
@@ -87,10 +87,12 @@ def compile_model(model: str | os.PathLike, target: str = "cpu", *, output: str 
     if workers is not None and workers < 1:
         raise OptionError(f"workers must be an integer of at least 1, got {workers}.")
     setup = _Setup.of(target, chosen)
+    for level in setup.levels:
+        setup.codegen.check_level(level)
     output = Path(output)
     check_output(output, force=force)
     given = _parse_stage(from_ir) if from_ir else None
-    report = CompileReport(str(output), "", target, setup.level, chosen.to_dict())
+    report = CompileReport(str(output), "", target, setup.levels, setup.options.to_dict())
     with report.timed("open"):
         source = open_source(model)
         report.model = source.name
@@ -107,8 +109,7 @@ def compile_model(model: str | os.PathLike, target: str = "cpu", *, output: str 
     with report.timed("plan"):
         plan, kernels = setup.plan(programs["lowered"])
     with report.timed("kernels"):
-        objects = setup.codegen.compile(kernels, setup.level, workers=workers or len(os.sched_getaffinity(0)),
-                                        progress=partial(progress, "kernels"))
+        objects = setup.compile(kernels, workers or len(os.sched_getaffinity(0)), partial(progress, "kernels"))
     _describe(report, setup, programs["lowered"], plan)
     with report.timed("weights"):
         contents = _contents(source, setup, plan, captured, programs, objects, golden_bytes, report, progress)
@@ -140,7 +141,8 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
     lowered = setup.lower(program, "lowered")["lowered"]
     plan, _ = setup.plan(lowered)
     summary = {
-        "model": os.fspath(what), "target": setup.target.name, "level": setup.level, "vocabulary": plan.vocabulary,
+        "model": os.fspath(what), "target": setup.target.name, "levels": list(setup.levels),
+        "vocabulary": plan.vocabulary,
         "max_context": plan.max_context, "operators a step": len(plan.operators()), "kernels": len(plan.kernels),
         "weights": sum(b.kind == "weight" for b in plan.buffers), "states": len(plan.states),
         "cache bytes a token": sum(s.token_bytes() for s in plan.states),
@@ -156,7 +158,7 @@ class _Setup:
 
     target: Any
     options: CompileOptions
-    level: str
+    levels: tuple[str, ...]
     codegen: Any
 
     @staticmethod
@@ -164,7 +166,11 @@ class _Setup:
         from adaptc import backends, targets
 
         found = targets.target(target)
-        return _Setup(found, options, found.level(options.level), backends.codegen(found.backend))
+        codegen = backends.codegen(found.backend)
+        wanted = [codegen.level(found.level(name.strip())) for name in options.level.split(",")]
+        levels = tuple(dict.fromkeys(wanted))
+        # what is recorded means the same on every machine; "native" doesn't
+        return _Setup(found, replace(options, level=",".join(levels)), levels, codegen)
 
     def context(self, program: "Program") -> int:
         """Tokens a request may have: what was asked for, or what the model's config says."""
@@ -191,7 +197,7 @@ class _Setup:
         from adaptc.planner.emit import emit_plan
 
         plan, kernels = emit_plan(lowered, self.codegen, target=self.target.name, backend=self.target.backend,
-                                  level=self.level, max_context=self.context(lowered))
+                                  levels=self.levels, max_context=self.context(lowered))
         self._check(plan, lowered)
         return plan, kernels
 
@@ -209,6 +215,18 @@ class _Setup:
                 got = f"{value} pages a request" if name == "max_context" else value
                 raise OptionError(f"the given stage was made with another {name}, {got}.",
                                   hint="Give the options it was made with, or start from an earlier stage.")
+
+    def compile(self, kernels, workers: int, progress: Callable[[int, int], None]) -> dict[str, bytes]:
+        """Objects of every level by "<level>/<file name>"."""
+        objects: dict[str, bytes] = {}
+        for number, level in enumerate(self.levels):
+
+            def shown(done: int, total: int, before: int = number) -> None:
+                progress(before * total + done, len(self.levels) * total)
+
+            made = self.codegen.compile(kernels, level, workers=workers, progress=shown)
+            objects |= {f"{level}/{name}": code for name, code in made.items()}
+        return objects
 
 
 def _capture(source) -> "Program":
@@ -342,7 +360,7 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         goldens=goldens,
         sources=source.hashes,
         tensors={name: _digest(tensor) for name, tensor in sorted(source.tensors.items())},
-        requirements=setup.codegen.requirements(setup.level),
+        requirements={level: setup.codegen.requirements(level) for level in setup.levels},
         options=setup.options.to_dict(),
         tolerances=TOLERANCES if setup.options.activations == "f32" else {},
         provenance=_versions(),

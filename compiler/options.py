@@ -5,7 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from adaptc import formats
 from adaptc.errors import OptionError, one_of
@@ -32,7 +32,8 @@ class CompileOptions:
     max_step_tokens tokens one step can process; buffers are planned for it
     max_requests    requests one step can serve, and rows whose logits one step can give
     max_context     tokens a request may have, prompt included; 0 = what the model's config says
-    level           CPU level of the kernels; "" = the target's default
+    level           levels of the kernels, by comma, e.g. x86-64-v3,x86-64-v4+avx512vnni: the artifact holds each, and
+                    loading chooses; native = this machine's highest; "" = the target's default
     """
 
     weights: str = "auto"
@@ -42,7 +43,7 @@ class CompileOptions:
     max_step_tokens: int = 256
     max_requests: int = 32
     max_context: int = 0
-    level: str = ""
+    level: str = field(default="", metadata={"repeatable": True})
 
     def __post_init__(self):
         for name, valid in CHOICES.items():
@@ -66,9 +67,15 @@ class CompileOptions:
 
     @staticmethod
     def of(options: dict) -> "CompileOptions":
-        """From keyword arguments; an unknown name is an error that lists the valid ones."""
+        """From keyword arguments; an unknown name is an error that lists the valid ones. Options that may be given
+        several times take a list too."""
         valid = [f.name for f in fields(CompileOptions)]
         for name in options:
             if name not in valid:
                 raise one_of("compile option", name, valid)
-        return CompileOptions(**options)
+        joined = {
+            f.name: ",".join(options[f.name])
+            for f in fields(CompileOptions)
+            if f.metadata.get("repeatable") and isinstance(options.get(f.name), (list, tuple))
+        }
+        return CompileOptions(**{**options, **joined})

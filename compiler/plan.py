@@ -140,7 +140,8 @@ class CacheGroup:
 @dataclass(frozen=True)
 class Plan:
     target: str
-    level: str
+    levels: tuple[str, ...]
+    """Levels that every kernel is there for, each whole: the launcher runs one of them."""
     backend: str
     vocabulary: int
     max_context: int

@@ -107,6 +107,13 @@ class Codegen(Protocol):
                 progress: Callable[[int, int], None] | None = None) -> Mapping[str, bytes]:
         """Object files by file name, holding all ``kernels`` (and what runs them in order) for ``level``."""
 
+    def level(self, name: str) -> str:
+        """The full name of an instruction-set level; "native" is the highest that this machine runs. OptionError when
+        it is unknown."""
+
+    def check_level(self, level: str) -> None:
+        """Raises OptionError when code for ``level`` can't be generated here, with the reason."""
+
     def object_of(self, kernel: KernelSpec) -> str:
         """Name of the object file that ``compile`` puts the kernel into."""
 
@@ -145,9 +152,11 @@ class Launcher(Protocol):
 
     name: str
 
-    def check_host(self, plan: Plan) -> None:
-        """Raises ArtifactError when this machine can't run the plan's level, naming both."""
+    def choose_level(self, plan: Plan, wanted: str | None = None) -> str:
+        """Which of the plan's levels to run: the best that this machine can, or ``wanted``. Raises ArtifactError when
+        it can run none, OptionError when ``wanted`` is none of them or not for it; both say what is missing."""
 
     def load(self, plan: Plan, objects: Mapping[str, bytes], weights: Mapping[str, memoryview], *,
              threads: int, pages: Mapping[str, int]) -> Executable:
-        """Maps kernels, weights (packed bytes by name) and page pools (``pages``: number of pages by group)."""
+        """Maps kernels (one level's object files by name), weights (packed bytes by name) and page pools (``pages``:
+        number of pages by group)."""

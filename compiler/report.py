@@ -50,7 +50,7 @@ def memory_text(memory: dict[str, int]) -> str:
 
 def compile_text(report) -> str:
     parts = [
-        f"{report.model} for {report.target} ({report.level}) → {report.output}",
+        f"{report.model} for {report.target} ({', '.join(report.levels)}) → {report.output}",
         "Compute profile\n" + profile_text(report.profile),
         "Operator coverage\n" + coverage_text(report.coverage),
         "Memory\n" + memory_text(report.memory),

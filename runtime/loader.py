@@ -22,7 +22,7 @@ _AGAIN = "Copy the artifact again or compile the model again."
 class Artifact:
     """A verified artifact.
 
-    objects   object file name → object code
+    objects   "<level>/<object file name>" → object code
     weights   weight name → its packed bytes, a read-only view of the mapped file that starts at a multiple of 64
     """
 
@@ -32,6 +32,11 @@ class Artifact:
     text_info: TextInfo
     objects: Mapping[str, bytes]
     weights: Mapping[str, memoryview]
+
+    def kernels(self, level: str) -> Mapping[str, bytes]:
+        """The object files of one of the plan's levels, by name."""
+        prefix = level + "/"
+        return {name.removeprefix(prefix): code for name, code in self.objects.items() if name.startswith(prefix)}
 
     def read(self, name: str) -> bytes | None:
         """The verified content of one file, e.g. "tokenizer.json" or "ir/laid_out.mlir"; None if there is none."""
@@ -162,9 +167,12 @@ def parse_weights(content: memoryview) -> dict[str, memoryview]:
 
 def _check_plan(plan: Plan, objects: Mapping, weights: Mapping[str, memoryview]) -> None:
     """Everything that the plan names is there."""
-    for kernel in plan.kernels:
-        if kernel.object not in objects:
-            raise ArtifactError(f"plan.json: kernel {kernel.symbol} is in {kernel.object}, which is not in kernels/.")
+    if not plan.levels:
+        raise ArtifactError("plan.json: it has no level.")
+    for level, kernel in ((level, kernel) for level in plan.levels for kernel in plan.kernels):
+        if f"{level}/{kernel.object}" not in objects:
+            raise ArtifactError(f"plan.json: kernel {kernel.symbol} is in {kernel.object}, which is not in "
+                                f"{names.KERNELS}{level}/.")  # fmt: skip
     for buffer in plan.buffers:
         if buffer.kind == "weight" and len(weights.get(buffer.source, b"")) < buffer.bytes:
             got = f"{len(weights[buffer.source])} bytes" if buffer.source in weights else "nothing"

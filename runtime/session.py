@@ -52,12 +52,13 @@ class Result:
 
 
 def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int | None = None, *,
-         page_order_seed: int | None = None) -> Session:  # fmt: skip
+         level: str | None = None, page_order_seed: int | None = None) -> Session:  # fmt: skip
     """Loads the artifact at ``path``.
 
     threads          default: the physical cores this process may use
     cache_bytes      total size of the page pools; default: room for as many requests of ``max_context`` tokens as
                      the plan takes at once, but at most a quarter of the memory, and for one in any case
+    level            which of the artifact's levels to run; default: the best that this machine runs
     page_order_seed  hands cache pages out in random order, for tests
 
     Raises ArtifactError for a damaged artifact or one that this machine can't run, OptionError for bad options.
@@ -70,9 +71,9 @@ def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int |
     plan = artifact.plan
     pages = split_pages(plan, cache_bytes or default_cache_bytes(plan, memory_bytes()))
     backend = launcher(plan.backend)
-    backend.check_host(plan)
+    chosen = backend.choose_level(plan, level)
     executable = backend.load(
-        plan, artifact.objects, artifact.weights, threads=threads or physical_cores(), pages=pages
+        plan, artifact.kernels(chosen), artifact.weights, threads=threads or physical_cores(), pages=pages
     )
     return Session(artifact, executable, pages, page_order_seed=page_order_seed)
 

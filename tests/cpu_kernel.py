@@ -8,10 +8,13 @@ import hashlib
 
 import numpy as np
 from adaptc.backends.cpu.elf import Image
+from adaptc.backends.cpu.levels import DEFAULT, level_of
 from adaptc.backends.cpu.toolchain import compile_mlir
 
 NUMPY = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i64": np.int64, "i32": np.int32, "i8": np.int8,
          "u8": np.uint8, "i1": np.bool_}
+LEVEL = DEFAULT
+"""The level that tests run at unless they say another; test_cpu_levels sets it to run them again."""
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -21,10 +24,11 @@ def _image(text: str, symbol: str, level: str) -> tuple[Image, KERNEL]:
     return image, KERNEL(image.address(symbol))
 
 
-def native(family, params, level: str = "x86-64-v3"):
-    """The kernel as a callable(buffers, symbols, tid, n) over numpy arrays."""
+def native(family, params, level: str | None = None):
+    """The kernel as a callable(buffers, symbols, tid, n) over numpy arrays; for ``LEVEL`` by default."""
+    level = level or LEVEL
     symbol = "kernel_" + hashlib.sha256(repr(sorted(params.items())).encode()).hexdigest()[:12]
-    _, function = _image(family.emit(params, symbol), symbol, level)
+    _, function = _image(family.emit(params, symbol, level_of(level)), symbol, level)
 
     def call(buffers, symbols=(1, 1, 1), tid=0, n=1):
         pointers = (ctypes.c_void_p * len(buffers))(*(b.ctypes.data for b in buffers))
@@ -43,7 +47,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def run(module, spec, operands, symbols, threads: int = 1, level: str = "x86-64-v3"):
+def run(module, spec, operands, symbols, threads: int = 1, level: str | None = None):
     """Results of an operator by ``module``'s kernels. A state operand is given as (pool, block table). Threads take
     turns in reverse order: kernels have no barrier inside, so any order must do."""
     selection = module.SELECT[spec.op](spec)

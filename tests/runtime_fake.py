@@ -36,7 +36,7 @@ def plan(
         Buffer("embedding", "weight", "f32", (VOCABULARY, HEADS * WIDTH), embedding, source="embedding"),
     ]
     return Plan(
-        target="cpu", level="x86-64-v3", backend="fake", vocabulary=VOCABULARY, max_context=max_context,
+        target="cpu", levels=("x86-64-v3",), backend="fake", vocabulary=VOCABULARY, max_context=max_context,
         max_step_tokens=max_step_tokens, max_requests=max_requests, page_size=page_size, key_block=4, arena_bytes=0,
         symbols=(Symbol("T", max_step_tokens), Symbol("R", max_requests), Symbol("S", max_rows)),
         buffers=tuple(buffers), kernels=(Kernel("step", "fake.o", ()),), states=tuple(states), groups=tuple(groups),
@@ -53,7 +53,8 @@ def embedding(seed: int = 0) -> np.ndarray:
 def contents(plan_: Plan, *, seed: int = 0, **changes) -> ArtifactContents:
     raw = embedding(seed).tobytes()
     values = dict(
-        model="fake", plan=plan_, captured="module {}\n", laid_out="module { }\n", objects={"fake.o": b"\x7fELFcode"},
+        model="fake", plan=plan_, captured="module {}\n", laid_out="module { }\n",
+        objects={"x86-64-v3/fake.o": b"\x7fELFcode"},
         weights=[Weight("embedding", len(raw), lambda: raw), Weight("another", 100, lambda: bytes(range(100)))],
         text=TextInfo(stop_ids=(39,)), sources={"model.gguf": "ab" * 32}, tensors={"token_embd": "cd" * 32},
     )  # fmt: skip
@@ -138,8 +139,8 @@ class FakeLauncher:
     def __init__(self):
         self.loaded = []
 
-    def check_host(self, plan_):
-        pass
+    def choose_level(self, plan_, wanted=None):
+        return wanted or plan_.levels[0]
 
     def load(self, plan_, objects, weights, *, threads, pages):
         assert objects == {"fake.o": b"\x7fELFcode"}

@@ -52,13 +52,13 @@ def rewrite_manifest(path: Path, **changes) -> None:
 
 def test_what_is_written_is_loaded(out):
     loaded = load_artifact(out)
-    assert loaded.plan == plan() and loaded.objects == {"fake.o": b"\x7fELFcode"}
+    assert loaded.plan == plan() and loaded.objects == {"x86-64-v3/fake.o": b"\x7fELFcode"}
     assert loaded.text_info == TextInfo(stop_ids=(39,))
     assert bytes(loaded.weights["another"][:100]) == bytes(range(100)) and not any(loaded.weights["another"][100:])
     assert loaded.weights["another"].readonly
     assert (np.frombuffer(loaded.weights["embedding"], np.float32).reshape(40, 8) == embedding()).all()
     assert loaded.read("tokenizer.json") == b'{"a": 1}' and loaded.read("nothing.json") is None
-    assert loaded.manifest["target"] == "cpu" and loaded.manifest["level"] == "x86-64-v3"
+    assert loaded.manifest["target"] == "cpu" and loaded.manifest["levels"] == ["x86-64-v3"]
     assert loaded.manifest["states"][0]["parts"][0]["name"] == "k"
     assert loaded.manifest["tensors"] == {"token_embd": "cd" * 32}
     assert sorted(os.listdir(out.parent)) == ["m.adapt"]

@@ -79,6 +79,7 @@ def test_targets():
     (("--weights", "int3"), ("int3", "int4")),
     (("--kv", "fp8"), ("fp8", "bf16")),
     (("--level", "x86-64-v9"), ("x86-64-v9", "x86-64-v3")),
+    (("--level", "x86-64-v3", "--level", "x86-64-v4+avx9"), ("avx9", "avx512vnni")),
     (("--page-size", "0"), ("page_size",)),
     (("--max-context", "4096"), ("4096", "128")),
     (("--max-requests", "99999999999"), ("max_requests", "2147483647")),
@@ -158,11 +159,15 @@ def test_flipped_bit(artifact, tmp_path):
 
     copy = tmp_path / "copy.adapt"
     shutil.copytree(artifact, copy)
-    kernel = sorted((copy / "kernels").iterdir())[0]
+    kernel = sorted((copy / "kernels").glob("*/*.o"))[0]
     data = bytearray(kernel.read_bytes())
     data[len(data) // 2] ^= 4
     kernel.write_bytes(data)
     refused(adaptc_("run", copy, "x"), kernel.name)
+
+
+def test_a_level_that_the_artifact_lacks(artifact):
+    refused(adaptc_("run", artifact, "x", "--level", "x86-64-v4"), "level of this artifact 'x86-64-v4'", "x86-64-v3")
 
 
 @pytest.mark.parametrize("delay", [1.0, 4.0, 8.0])

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from adaptc.backends.cpu.kernels import elementwise, move, norm, reduce, rows, vmath
-from adaptc.backends.cpu.kernels.base import F32X8, Emitter, Family
+from adaptc.backends.cpu.kernels.base import Emitter, Family, vec
 from adaptc.formats import FORMATS
 from adaptc.protocol import OpSpec, TensorSpec
 from cpu_kernel import NUMPY, native, run
@@ -131,10 +131,10 @@ def test_power_with_a_constant_exponent(exponent):
 def test_activations_are_usable_by_other_kernels():
     """gated_linear calls ACTIVATIONS[name](emitter, value)."""
 
-    def emit(params, symbol):
-        e = Emitter()
+    def emit(params, symbol, level):
+        e = Emitter(level)
         source, target = e.buffer(0), e.buffer(1)
-        e.store(vmath.ACTIVATIONS["silu"](e, e.load(source, F32X8)), target)
+        e.store(vmath.ACTIVATIONS["silu"](e, e.load(source, vec(8, "f32"))), target)
         return e.text(symbol)
 
     x, out = tensor((8,)), np.empty(8, np.float32)

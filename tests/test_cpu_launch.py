@@ -19,7 +19,7 @@ from adaptc.backends.cpu import launch
 from adaptc.backends.cpu.driver_kernel import driver_text
 from adaptc.backends.cpu.elf import Image, read_object
 from adaptc.backends.cpu.launch import LAUNCHER, Library, aligned
-from adaptc.backends.cpu.levels import LEVELS
+from adaptc.backends.cpu.levels import level_of
 from adaptc.backends.cpu.toolchain import compile_mlir
 from adaptc.errors import ArtifactError, OptionError
 from adaptc.plan import Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart, Symbol
@@ -77,7 +77,7 @@ def plan(**changes) -> Plan:
 
     base = Plan(
         target="cpu",
-        level=LEVEL,
+        levels=(LEVEL,),
         backend="cpu",
         vocabulary=WIDTH,
         max_context=8,
@@ -333,16 +333,33 @@ def test_missing_kernel_and_pages(objects):
         LAUNCHER.load(plan(), objects, shifted, threads=1, pages=PAGES)
 
 
-def test_check_host(monkeypatch):
-    LAUNCHER.check_host(plan())
-    monkeypatch.setattr(launch, "_host_flags", lambda: frozenset(LEVELS[LEVEL].flags) - {"avx2", "fma"})
-    with pytest.raises(ArtifactError, match="x86-64-v3, but this CPU lacks avx2, fma"):
-        LAUNCHER.check_host(plan())
+V4 = "x86-64-v4+avx512vnni"
+
+
+def test_the_best_level_that_the_machine_runs_is_chosen(monkeypatch):
+    several = plan(levels=("x86-64-v2", V4, "x86-64-v3", "x86-64-v4", "armv8-a"))
+    choose = lambda *names: LAUNCHER.choose_level(plan(levels=names) if names else several)
+    machine = lambda *without: frozenset(level_of(V4).flags) - set(without)
+    for flags, best in (
+        (machine(), V4),
+        (machine("avx512_vnni"), "x86-64-v4"),
+        (machine("avx512bw", "avx512_vnni"), "x86-64-v3"),
+        (machine("avx512bw", "fma"), "x86-64-v2"),
+    ):
+        monkeypatch.setattr(launch, "host_flags", lambda: flags)
+        assert choose() == best
+        assert LAUNCHER.choose_level(several, "x86-64-v2") == "x86-64-v2"
+    with pytest.raises(OptionError, match="can't run level x86-64-v3: for x86-64-v3 this CPU lacks fma"):
+        LAUNCHER.choose_level(several, "x86-64-v3")
+    with pytest.raises(OptionError, match="unknown level of this artifact 'x86-64-v4'.*x86-64-v3"):
+        LAUNCHER.choose_level(plan(), "x86-64-v4")
+    with pytest.raises(ArtifactError, match="x86-64-v3 this CPU lacks fma; for x86-64-v4 this CPU lacks fma, avx512bw"):
+        choose("x86-64-v3", "x86-64-v4")
     with pytest.raises(ArtifactError, match="x86-64-v9.*x86-64-v3"):
-        LAUNCHER.check_host(plan(level="x86-64-v9"))
+        choose("x86-64-v9")
     monkeypatch.setattr(launch.platform, "machine", lambda: "aarch64")
-    with pytest.raises(ArtifactError, match="this one is aarch64"):
-        LAUNCHER.check_host(plan())
+    with pytest.raises(ArtifactError, match="x86-64-v3 is for x86_64 CPUs, but this one is aarch64"):
+        choose("x86-64-v3")
 
 
 # --- objects ----------------------------------------------------------------------------------------------------------

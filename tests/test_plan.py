@@ -21,7 +21,7 @@ from adaptc.targets import target
 from test_ir import D, V, lowered
 
 PLAN = Plan(
-    target="cpu", level="x86-64-v3", backend="cpu", vocabulary=7, max_context=64, max_step_tokens=8, max_requests=2,
+    target="cpu", levels=("x86-64-v3",), backend="cpu", vocabulary=7, max_context=64, max_step_tokens=8, max_requests=2,
     page_size=16, key_block=32, arena_bytes=4096,
     symbols=(Symbol("T", 8), Symbol("R", 2), Symbol("S", 2)),
     buffers=(Buffer("input:tokens", "input", "i32", ("T",), 32), Buffer("arena:0", "arena", "f32", ("T", 8), 256, 0)),
@@ -172,7 +172,7 @@ def placed():
 
 
 def emitted():
-    return emit_plan(placed(), Codegen(), target="cpu", backend="paper", level="v1", max_context=100)
+    return emit_plan(placed(), Codegen(), target="cpu", backend="paper", levels=("v1",), max_context=100)
 
 
 def test_emitted_operators_are_the_expanded_program():

@@ -87,7 +87,7 @@ class Walk:
         plan = self.artifact.plan
         self.pages = {g.name: plan.max_requests * g.max_pages + 2 for g in plan.groups}  # two that stay free
         self.executable = backends.launcher(plan.backend).load(
-            plan, self.artifact.objects, self.artifact.weights, threads=2, pages=self.pages
+            plan, self.artifact.kernels(plan.levels[0]), self.artifact.weights, threads=2, pages=self.pages
         )
         rng = np.random.default_rng(3)
         for group in plan.groups:

@@ -42,8 +42,9 @@ def test_cpu_is_described_in_its_units():
 def test_levels():
     cpu = targets.target("cpu")
     assert cpu.level("") == cpu.default_level and cpu.level(cpu.levels[0]) == cpu.levels[0]
-    with pytest.raises(OptionError, match="level of target cpu 'x86-64-v9'; valid values are: x86-64-v3"):
+    with pytest.raises(OptionError, match="level of target cpu 'x86-64-v9'; valid values are: x86-64-v2, x86-64-v3"):
         cpu.level("x86-64-v9")
+    assert cpu.level("x86-64-v4+avx512vnni") == "x86-64-v4+avx512vnni" and cpu.level("native") == "native"
 
 
 def test_rates_are_of_the_dtypes_it_computes_in():

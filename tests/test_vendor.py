@@ -47,7 +47,7 @@ def test_a_model_compiles_and_runs_on_a_backend_from_outside(package, tmp_path, 
     done = subprocess.run([sys.executable, "-c", RUN, model, tmp_path / "out.adapt", package, ACME], check=True,
                           capture_output=True, text=True)
     said = json.loads(done.stdout)
-    assert said["requirements"] == {"device": "acme gen1"} and said["backend"] == "acme"
+    assert said["requirements"] == {"gen1": {"device": "acme gen1"}} and said["backend"] == "acme"
     assert said["coverage"]["rope"].startswith("decomposed into") and said["coverage"]["attention"] == "mapped"
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.inference_mode():

@@ -18,8 +18,8 @@ from adaptc.backends.cpu.cache import KernelCache, cache_key, default_folder
 from adaptc.backends.cpu.context import DRIVER_OBJECT, RUN
 from adaptc.backends.cpu.driver_kernel import driver_text
 from adaptc.backends.cpu.elf import read_object
-from adaptc.backends.cpu.levels import level_of
-from adaptc.backends.cpu.toolchain import toolchain_version
+from adaptc.backends.cpu.levels import LEVELS, NATIVE, level_of, native_level
+from adaptc.backends.cpu.toolchain import check_host, toolchain_version
 from adaptc.backends.cpu.worker import Worker
 from adaptc.errors import AdaptcError, one_of
 from adaptc.formats import WeightFormat
@@ -48,14 +48,17 @@ def _family(kernel: KernelSpec):
 
 @functools.cache
 def _symbol(kernel: KernelSpec) -> str:
-    text = _family(kernel).emit(dict(kernel.params), "kernel")
-    return f"{kernel.family}_{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}"
+    digest = hashlib.sha256()
+    for level in LEVELS.values():  # what is the same at one level may differ at another
+        digest.update(_family(kernel).emit(dict(kernel.params), "kernel", level).encode())
+    return f"{kernel.family}_{digest.hexdigest()[:_DIGITS]}"
 
 
 @dataclass(frozen=True)
 class CpuCodegen:
     """See ``adaptc.protocol.Codegen``. Every kernel is an object of its own, named after its symbol, and its symbol is
-    derived from its text: the same kernel has the same name and bytes in every artifact."""
+    derived from its texts at all levels: the same kernel has one name, and one level's bytes are the same, in every
+    artifact and on every host."""
 
     name: str = "cpu"
     symbols: tuple[str, ...] = ("T", "R", "S")
@@ -74,6 +77,14 @@ class CpuCodegen:
     def signature(self, kernel: KernelSpec) -> tuple[str, ...]:
         return _family(kernel).signature(dict(kernel.params))
 
+    def level(self, name: str) -> str:
+        """The full name of a level: features sorted, ``native`` resolved to the highest that this machine runs."""
+        return (native_level() if name == NATIVE else level_of(name)).name
+
+    def check_level(self, level: str) -> None:
+        """OptionError when this host can't generate code for ``level``."""
+        check_host(level_of(level))
+
     def object_of(self, kernel: KernelSpec) -> str:
         return f"{_symbol(kernel)}.o"
 
@@ -87,10 +98,11 @@ class CpuCodegen:
     ) -> Mapping[str, bytes]:
         """Objects by file name, sorted: one a kernel and the step driver's. ``progress(done, total)`` is called as
         kernels are done. Raises AdaptcError naming the kernel that can't be compiled."""
-        texts = {(DRIVER_OBJECT, RUN): driver_text(level_of(level).machine)}
+        target = level_of(level)
+        texts = {(DRIVER_OBJECT, RUN): driver_text(target.machine)}
         for kernel in kernels:
             symbol = _symbol(kernel)
-            texts[self.object_of(kernel), symbol] = _family(kernel).emit(dict(kernel.params), symbol)
+            texts[self.object_of(kernel), symbol] = _family(kernel).emit(dict(kernel.params), symbol, target)
         return compile_texts(texts, level, workers=workers, progress=progress)
 
     def packed_bytes(self, format: WeightFormat, shape: tuple[int, int]) -> int:
@@ -118,7 +130,7 @@ def compile_texts(
     bytes of the result don't depend on either.
     """
     cache = cache or KernelCache(default_folder())
-    level_of(level)
+    level = level_of(level).name
     version = toolchain_version()
     keys = {name: cache_key(text, level, version) for name, text in texts.items()}
     objects = {name: cache.get(key) for name, key in keys.items()}

@@ -31,6 +31,23 @@ MACHINES: dict[str, dict[str, str]] = {
             " : (i64, !llvm.ptr, i64, i64, !llvm.ptr) -> i64"
         ),
     },
+    "aarch64": {
+        "pause": 'llvm.inline_asm has_side_effects "yield", "" : () -> ()',
+        "yield": (
+            "%number = llvm.mlir.constant(124 : i64) : i64\n"
+            '  %ignored = llvm.inline_asm has_side_effects "svc #0", "={x0},{x8},~{memory}" %number : (i64) -> i64'
+        ),
+        # ticks of the virtual counter, which user programs may read
+        "cycles": (
+            '%cycles = llvm.inline_asm has_side_effects "mrs $0, cntvct_el0", "=r,~{memory}" : () -> i64'
+        ),
+        "futex": (
+            "%number = llvm.mlir.constant(98 : i64) : i64\n  %none = llvm.mlir.zero : !llvm.ptr\n"
+            '  %ignored = llvm.inline_asm has_side_effects "svc #0", '
+            '"={x0},{x8},{x0},{x1},{x2},{x3},~{memory}" %number, %word, %operation, %value, %none'
+            " : (i64, !llvm.ptr, i64, i64, !llvm.ptr) -> i64"
+        ),
+    },
 }
 """What differs between machines: a spin hint, the system calls sched_yield and futex (word, operation, value), and a
 cycle counter."""

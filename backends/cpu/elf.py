@@ -1,8 +1,8 @@
 """Relocatable ELF objects: reading, linking against each other and mapping into memory. Standard library only.
 
-Only what kernels need: x86-64 ET_REL files with allocated sections, symbols and RELA relocations (System V ABI, AMD64
-supplement, table 4.9). Every offset, index and size is checked before use; whatever is wrong with a file is an
-ArtifactError that names it.
+Only what kernels need: ET_REL files of x86-64 and aarch64 with allocated sections, symbols and RELA relocations
+(System V ABI, AMD64 supplement, table 4.9; ELF for the Arm 64-bit Architecture, section 5.7). Every offset, index and
+size is checked before use; whatever is wrong with a file is an ArtifactError that names it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _RELA = struct.Struct("<QQq")
 _MAGIC = b"\x7fELF\x02\x01\x01"  # 64-bit, little-endian, version 1
-_ET_REL, _EM_X86_64 = 1, 62
+_ET_REL, _EM_X86_64, _EM_AARCH64 = 1, 62, 183
 _SYMTAB, _RELA_TABLE, _NOBITS, _REL_TABLE = 2, 4, 8, 9
 _WRITE, _ALLOC, _EXECUTE, _TLS = 0x1, 0x2, 0x4, 0x400
 _UNDEFINED, _ABSOLUTE, _RESERVED = 0, 0xFFF1, 0xFF00
@@ -70,6 +70,7 @@ class Object:
     """A parsed relocatable object. Sections that take no memory are None, so that indices are the file's."""
 
     name: str
+    machine: int
     sections: tuple[Section | None, ...]
     symbols: tuple[Symbol, ...]
     relocations: tuple[Relocation, ...]
@@ -141,8 +142,8 @@ def hide(data: bytes, exports: Container[str]) -> bytes:
 def _read(data: memoryview, name: str) -> Object:
     header = _HEADER.unpack(_slice(data, 0, _HEADER.size, "its header"))
     magic, kind, machine, table_at, stride, count, names_index = (*header[:3], header[6], *header[11:])
-    if magic[: len(_MAGIC)] != _MAGIC or kind != _ET_REL or machine != _EM_X86_64:
-        raise ArtifactError("it is not a relocatable x86-64 ELF file.")
+    if magic[: len(_MAGIC)] != _MAGIC or kind != _ET_REL or machine not in RULES:
+        raise ArtifactError("it is not a relocatable ELF file for x86-64 or aarch64.")
     raw = _slice(data, table_at, stride * count, "the section table")
     rows = list(_table(raw, _SECTION, stride, "the section table"))
     if names_index >= count:
@@ -172,7 +173,8 @@ def _read(data: memoryview, name: str) -> Object:
     if len(tables) > 1:
         raise ArtifactError(f"it has {len(tables)} symbol tables.")
     symbols = tuple(_symbols(rows, content, sections, tables[0])) if tables else ()
-    return Object(name, tuple(sections), symbols, tuple(_relocations(rows, content, sections, tables, len(symbols))))
+    relocations = _relocations(rows, content, sections, tables, len(symbols), RULES[machine])
+    return Object(name, machine, tuple(sections), symbols, tuple(relocations))
 
 
 def _symbols(rows, content, sections, table: int):
@@ -193,7 +195,7 @@ def _symbols(rows, content, sections, table: int):
         yield Symbol(title, section, value, shndx == _ABSOLUTE, exported, binding == _WEAK_BINDING)
 
 
-def _relocations(rows, content, sections, tables, symbols: int):
+def _relocations(rows, content, sections, tables, symbols: int, rules: Mapping[int, Rule]):
     for index, (_, type_, _, _, _, _, link, target, _, stride) in enumerate(rows):
         if type_ not in (_RELA_TABLE, _REL_TABLE):
             continue
@@ -207,7 +209,7 @@ def _relocations(rows, content, sections, tables, symbols: int):
             kind, symbol = info & 0xFFFFFFFF, info >> 32
             if kind == 0:
                 continue
-            rule = RULES.get(kind)
+            rule = rules.get(kind)
             if rule is None:
                 raise ArtifactError(f"relocation type {kind} in section {sections[target].name} is unknown.")
             if symbol >= symbols or offset + rule.bytes > len(sections[target].content):
@@ -218,12 +220,21 @@ def _relocations(rows, content, sections, tables, symbols: int):
 @dataclass(frozen=True)
 class Rule:
     """How a relocation is computed: S symbol, A addend, P place, G address of the symbol's slot in the offset
-    table, T address of that table."""
+    table, T address of that table.
+
+    bytes    that it changes
+    signed   how the value is read where it must fit
+    slot     whether the symbol needs a slot in the offset table
+    bits     that the value must fit; 0 = any value, cut off
+    insert   (what the place holds, value) → what it holds then; by default the value alone
+    """
 
     bytes: int
     signed: bool
     value: Callable[[int, int, int, int, int], int]
     slot: bool = False
+    bits: int = 32
+    insert: Callable[[int, int], int] = lambda old, value: value
 
 
 
@@ -235,14 +246,14 @@ def _got_pc(s: int, a: int, p: int, g: int, t: int) -> int:
     return g + a - p
 
 
-RULES: dict[int, Rule] = {
+_X86_64: dict[int, Rule] = {
     1: Rule(8, True, lambda s, a, p, g, t: s + a),  # R_X86_64_64
-    2: Rule(4, True, _pc),  # R_X86_64_PC32
+    2: Rule(4, True, _pc),  # R_X86_64_pc32
     4: Rule(4, True, _pc),  # R_X86_64_PLT32: everything is within reach, no stub is needed
     9: Rule(4, True, _got_pc, slot=True),  # R_X86_64_GOTPCREL
     10: Rule(4, False, lambda s, a, p, g, t: s + a),  # R_X86_64_32
     11: Rule(4, True, lambda s, a, p, g, t: s + a),  # R_X86_64_32S
-    24: Rule(8, True, _pc),  # R_X86_64_PC64
+    24: Rule(8, True, _pc),  # R_X86_64_pc64
     25: Rule(8, True, lambda s, a, p, g, t: s + a - t),  # R_X86_64_GOTOFF64
     26: Rule(4, True, lambda s, a, p, g, t: t + a - p),  # R_X86_64_GOTPC32
     27: Rule(8, True, lambda s, a, p, g, t: g - t + a, slot=True),  # R_X86_64_GOT64
@@ -252,7 +263,52 @@ RULES: dict[int, Rule] = {
     41: Rule(4, True, _got_pc, slot=True),  # R_X86_64_GOTPCRELX
     42: Rule(4, True, _got_pc, slot=True),  # R_X86_64_REX_GOTPCRELX
 }
-"""Relocation types by number."""
+
+
+def _page(address: int) -> int:
+    return address & ~0xFFF
+
+
+def _adr(old: int, pages: int) -> int:
+    """The immediate of adrp, in pages: two low bits at 29, nineteen at 5."""
+    count = pages >> 12
+    return old & 0x9F00001F | (count & 3) << 29 | (count >> 2 & 0x7FFFF) << 5
+
+
+def _branch(old: int, distance: int) -> int:
+    """The immediate of b and bl, in instructions."""
+    return old & 0xFC000000 | distance >> 2 & 0x3FFFFFF
+
+
+def _low12(scale: int) -> Rule:
+    """The offset within a page in an add or a load of 2^scale bytes."""
+    return Rule(4, False, lambda s, a, p, g, t: (s + a & 0xFFF), bits=0,
+                insert=lambda old, value: old & 0xFFC003FF | value >> scale << 10)  # fmt: skip
+
+
+_AARCH64: dict[int, Rule] = {
+    257: Rule(8, True, lambda s, a, p, g, t: s + a),  # R_AARCH64_ABS64
+    260: Rule(8, True, _pc),  # R_AARCH64_PREL64
+    261: Rule(4, True, _pc),  # R_AARCH64_PREL32
+    275: Rule(4, True, lambda s, a, p, g, t: _page(s + a) - _page(p), bits=33, insert=_adr),  # ADR_PREL_PG_HI21
+    277: _low12(0),  # ADD_ABS_LO12_NC
+    278: _low12(0),  # LDST8_ABS_LO12_NC
+    282: Rule(4, True, _pc, bits=28, insert=_branch),  # JUMP26
+    283: Rule(4, True, _pc, bits=28, insert=_branch),  # CALL26
+    284: _low12(1),  # LDST16_ABS_LO12_NC
+    285: _low12(2),  # LDST32_ABS_LO12_NC
+    286: _low12(3),  # LDST64_ABS_LO12_NC
+    299: _low12(4),  # LDST128_ABS_LO12_NC
+    311: Rule(4, True, lambda s, a, p, g, t: _page(g) - _page(p), slot=True, bits=33, insert=_adr),  # ADR_GOT_PAGE
+    312: Rule(4, False, lambda s, a, p, g, t: g & 0xFFF, slot=True, bits=0,
+              insert=lambda old, value: old & 0xFFC003FF | value >> 3 << 10),  # LD64_GOT_LO12_NC
+}  # fmt: skip
+
+MACHINES = {"x86_64": _EM_X86_64, "aarch64": _EM_AARCH64}
+"""The files' machine by the system's name of it."""
+
+RULES: dict[int, dict[int, Rule]] = {_EM_X86_64: _X86_64, _EM_AARCH64: _AARCH64}
+"""Relocation types by number, by the file's machine."""
 
 
 @functools.cache
@@ -271,6 +327,7 @@ class Image:
 
     def __init__(self, objects: Mapping[str, bytes | memoryview]):
         parsed = [read_object(objects[name], name) for name in sorted(objects)]
+        self.machines = {obj.machine: obj.name for obj in parsed}
         places, spans, size = _layout(parsed)
         # the memory is allocated before symbols have addresses, and is writable until all relocations are applied
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -328,7 +385,7 @@ class Image:
         slots: dict[int, int] = {}
         for index, obj in enumerate(parsed):
             for relocation in obj.relocations:
-                rule = RULES[relocation.kind]
+                rule = RULES[obj.machine][relocation.kind]
                 symbol = obj.symbols[relocation.symbol]
                 if symbol.name == _GOT_SYMBOL:
                     target = self._base + table
@@ -345,14 +402,15 @@ class Image:
                     slot = self._base + offset
                 place = places[index, relocation.section] + relocation.offset
                 value = rule.value(target, relocation.addend, self._base + place, slot, self._base + table)
-                bits = 8 * rule.bytes
-                low, high = (-(1 << bits - 1), 1 << bits - 1) if rule.signed else (0, 1 << bits)
-                if rule.bytes == 4 and not low <= value < high:
+                low, high = (-(1 << rule.bits - 1), 1 << rule.bits - 1) if rule.signed else (0, 1 << rule.bits)
+                if rule.bytes == 4 and rule.bits and not low <= value < high:
                     raise ArtifactError(
-                        f"object {obj.name}: a 32-bit relocation of {symbol.name or 'a section'!r} is out of reach.",
+                        f"object {obj.name}: a {rule.bits}-bit relocation of {symbol.name or 'a section'!r} is out of "
+                        "reach.",
                         hint="The object was not compiled as position-independent code; compile the model again.",
                     )
-                raw = (value & (1 << bits) - 1).to_bytes(rule.bytes, "little")
+                old = int.from_bytes(self._memory[place : place + rule.bytes], "little")
+                raw = (rule.insert(old, value) & (1 << 8 * rule.bytes) - 1).to_bytes(rule.bytes, "little")
                 self._memory[place : place + rule.bytes] = raw
 
 
@@ -362,7 +420,7 @@ def _layout(parsed) -> tuple[dict[tuple[int, int], int], list[tuple[int, int]], 
     The offset table is at the start of the data span."""
     places: dict[tuple[int, int], int] = {}
     spans: list[tuple[int, int]] = []
-    slots = sum(1 for obj in parsed for relocation in obj.relocations if RULES[relocation.kind].slot)
+    slots = sum(1 for obj in parsed for relocation in obj.relocations if RULES[obj.machine][relocation.kind].slot)
     at = 0
     for wanted, reserved in ((_EXECUTE, 0), (0, 0), (_WRITE, 8 * slots)):
         start = at = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import platform
 import threading
@@ -14,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from adaptc.backends.cpu.context import CYCLES, RUN, WORKER, Command, Context
-from adaptc.backends.cpu.elf import Image
-from adaptc.backends.cpu.levels import level_of
+from adaptc.backends.cpu.elf import MACHINES, Image
+from adaptc.backends.cpu.levels import host_flags, level_of, rank
 from adaptc.backends.cpu.memory import Region
 from adaptc.errors import ArtifactError, OptionError, one_of
 from adaptc.plan import ALIGNMENT, Buffer, Plan
@@ -37,11 +36,14 @@ _CALIBRATION_SECONDS = 2e-3
 class Library:
     """Objects loaded into this process, for calling one kernel by itself.
 
-    ``objects`` maps file names to contents. Raises ArtifactError for malformed objects.
+    ``objects`` maps file names to contents. Raises ArtifactError for malformed objects and those of another machine.
     """
 
     def __init__(self, objects: Mapping[str, bytes | memoryview]):
         self.image = Image(objects)
+        machine = platform.machine()
+        for other in self.image.machines.keys() - {MACHINES.get(machine)}:
+            raise ArtifactError(f"object {self.image.machines[other]} is not for {machine} CPUs.")
 
     def address(self, symbol: str) -> int:
         """Address of a kernel; ArtifactError when no object defines it."""
@@ -69,15 +71,6 @@ def aligned(shape, dtype, fill=None, alignment: int = ALIGNMENT) -> np.ndarray:
     if fill is not None:
         array[...] = fill
     return array
-
-
-@functools.cache
-def _host_flags() -> frozenset[str]:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return frozenset(next((line.split(":")[1] for line in file if line.startswith("flags")), "").split())
-    except OSError as error:
-        raise ArtifactError(f"can't find out what this CPU supports: {error}.") from error
 
 
 def _seconds_per_cycle(library: Library) -> float:
@@ -361,21 +354,32 @@ class CpuLauncher:
 
     name = "cpu"
 
-    def check_host(self, plan: Plan) -> None:
-        """Raises ArtifactError when this machine lacks an instruction set of the plan's CPU level."""
+    def choose_level(self, plan: Plan, wanted: str | None = None) -> str:
+        """See the protocol. Of the levels that this machine runs, the best base, then the one with most features."""
         try:
-            level = level_of(plan.level)
+            levels = {name: level_of(name) for name in plan.levels}
         except OptionError as error:
             raise ArtifactError(f"plan.json: {error}", hint="Install a newer adaptc.") from error
-        machine = platform.machine()
-        if machine != level.machine:
-            raise ArtifactError(f"the artifact is for {level.machine} CPUs ({plan.level}), but this one is {machine}.")
-        missing = [flag for flag in level.flags if flag not in _host_flags()]
-        if missing:
-            raise ArtifactError(
-                f"the artifact is for CPU level {plan.level}, but this CPU lacks {', '.join(missing)}.",
-                hint="Run it on a newer machine, or compile it for a lower level.",
-            )
+        if wanted is not None and wanted not in levels:
+            raise one_of("level of this artifact", wanted, levels)
+        machine, flags = platform.machine(), host_flags()
+        asked = {wanted: levels[wanted]} if wanted is not None else levels
+        missing = {name: level.missing(machine, flags) for name, level in asked.items()}
+        running = [name for name in asked if not missing[name]]
+        if running:
+            return max(running, key=lambda name: rank(levels[name]))
+        reasons = "; ".join(
+            f"{name} is for {level.machine} CPUs, but this one is {machine}"
+            if level.machine != machine
+            else f"for {name} this CPU lacks {', '.join(missing[name])}"
+            for name, level in asked.items()
+        )
+        if wanted is not None:
+            raise OptionError(f"this machine can't run level {wanted}: {reasons}.", hint="Leave the level out.")
+        raise ArtifactError(
+            f"this machine can't run the artifact: {reasons}.",
+            hint="Run it on a newer machine, or compile it for a lower level.",
+        )
 
     def load(
         self,

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+import platform
 import re
 import tempfile
 
 from adaptc.backends.cpu.elf import hide, read_object
-from adaptc.backends.cpu.levels import LEVELS, Level, level_of
-from adaptc.errors import AdaptcError
+from adaptc.backends.cpu.levels import EXTRAS, LEVELS, Level, level_of
+from adaptc.errors import AdaptcError, OptionError
 
 PIPELINE = (
     "inline",  # helpers vanish into the kernels
@@ -49,12 +50,24 @@ _REVISION = 1
 
 def toolchain_version() -> str:
     """What the bytes of an object depend on besides its MLIR text and CPU level's name; part of cache keys."""
-    tables = hashlib.sha256(repr((PIPELINE, LEVELS)).encode()).hexdigest()
+    tables = hashlib.sha256(repr((PIPELINE, LEVELS, EXTRAS)).encode()).hexdigest()
     return f"torch-mlir {importlib.metadata.version('torch-mlir')} O{_OPTIMISATION} revision {_REVISION} {tables}"
 
 
+def check_host(level: Level) -> None:
+    """Raises OptionError when the compiling machine can't generate code for ``level``, with the reason."""
+    machine = platform.machine()
+    if machine != level.machine:
+        possible = [name for name, other in LEVELS.items() if other.machine == machine]
+        raise OptionError(
+            f"kernels for CPU level {level.name} can't be compiled here: torch-mlir brings a code generator for the "
+            f"machine it runs on only, which is {machine}, and the level is {level.machine}'s.",
+            hint=f"Compile on {level.machine}, or for one of {', '.join(possible)}." if possible else "",
+        )
+
+
 def compile_mlir(text: str, level: str) -> bytes:
-    """The object file (ELF, x86-64, position independent) of the functions in ``text`` for CPU ``level``.
+    """The object file (ELF, position independent) of the functions in ``text`` for CPU ``level``.
 
     ``text`` is an MLIR module of ``llvm.func`` or ``func.func`` in upstream dialects. Public functions are exported
     under their names, private ones (``func.func private``) are not. Floating-point arithmetic is carried out as
@@ -66,6 +79,7 @@ def compile_mlir(text: str, level: str) -> bytes:
     from torch_mlir.passmanager import PassManager
 
     target = level_of(level)
+    check_host(target)
     said: list[str] = []
 
     def listen(diagnostic) -> bool:

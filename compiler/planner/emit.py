@@ -19,7 +19,7 @@ from adaptc.planner.cost import cost_of, weight_bytes
 from adaptc.protocol import Codegen, KernelSpec, KernelUse, StateSpec, TensorSpec
 
 
-def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, level: str,
+def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, levels: tuple[str, ...],
               max_context: int) -> tuple[Plan, tuple[KernelSpec, ...]]:
     """The plan of a lowered program, and the kernels that it calls, each once. Sizes and paging are the program's."""
     emitter = _Emitter(program, codegen)
@@ -29,7 +29,7 @@ def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, 
     page_size, key_block = emitter.paging()
     plan = Plan(
         target=target,
-        level=level,
+        levels=levels,
         backend=backend,
         vocabulary=program.fact("vocabulary"),
         max_context=max_context,

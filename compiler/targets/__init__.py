@@ -14,6 +14,10 @@ from pathlib import Path
 from adaptc.errors import InputError, one_of
 
 
+NATIVE = "native"
+"""The level that asks for the highest of the machine that compiles."""
+
+
 @dataclass(frozen=True)
 class MemoryLevel:
     """bytes (0 = whatever the machine has) and bandwidth in bytes/s of one device."""
@@ -38,7 +42,8 @@ class Target:
     """An accelerator.
 
     backend    whose kernels run on it
-    levels     instruction-set levels that kernels can be built for; default_level is one of them
+    levels     instruction-set levels that kernels can be built for, apart from extra features that the backend lets
+               follow a level's name (level+feature); default_level is one of them
     compute    operations a second of one device by the dtype that is multiplied
     memory     fastest first; the last one holds the weights
     launch_s   seconds a kernel costs beyond its work (launch and barrier)
@@ -68,8 +73,10 @@ class Target:
             raise ValueError("memory must have at least one level, which holds the weights")
 
     def level(self, wanted: str) -> str:
-        if wanted and wanted not in self.levels:
-            raise one_of(f"level of target {self.name}", wanted, self.levels)
+        """``wanted``, known or "native", or the default if it is empty; OptionError lists the known ones."""
+        base = wanted.partition("+")[0]
+        if wanted and base != NATIVE and base not in self.levels:
+            raise one_of(f"level of target {self.name}", base, (*self.levels, NATIVE))
         return wanted or self.default_level
 
     def rate(self, dtype: str) -> float:

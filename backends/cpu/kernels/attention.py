@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
-from adaptc.backends.cpu.kernels.base import F32X8, LANES, PTR, Emitter, Family, Value, vec
+from adaptc.backends.cpu.kernels.base import PTR, Emitter, Family, Value, vec
+from adaptc.backends.cpu.kernels.base import lanes as lanes_of
 from adaptc.backends.cpu.kernels.elementwise import STORED, narrow
+from adaptc.backends.cpu.levels import Level
 from adaptc.plan import DTYPE_BYTES
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, StateSpec
 
@@ -24,6 +26,16 @@ TILE_ROWS = 32
 
 TILES_A_THREAD = 4
 """Tiles a thread from which on tiles aren't divided among threads."""
+
+
+COLUMNS = 8
+"""Widths and key blocks are multiples of this, at every level."""
+
+
+def _lanes(e: Emitter, params: Mapping[str, Any]) -> int:
+    """Lanes of the vectors of a kernel: the level's, or fewer where those don't divide the widths."""
+    sizes = [params[name] for name in ("width", "value_width", "key_block") if name in params]
+    return next(n for n in (e.lanes, COLUMNS) if all(size % n == 0 for size in sizes))
 
 
 class Pages:
@@ -63,10 +75,12 @@ def room(e: Emitter, floats: int) -> Value:
 # ---- kv_append
 
 
-def emit_append(params: Mapping[str, Any], symbol: str) -> str:
-    e = Emitter()
+def emit_append(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+    e = Emitter(level)
     keys, values, positions, requests, pool, table = (e.buffer(i) for i in range(6))
     pages, heads, dtype = Pages(e, params, pool, table), params["kv_heads"], params["dtype"]
+    lanes = _lanes(e, params)
+    floats = vec(lanes, "f32")
     low, high = e.share(e.mul(e.size("T"), heads))
     with e.loop(low, high) as unit:
         token, head = e.div(unit.index, heads), e.rem(unit.index, heads)
@@ -74,8 +88,8 @@ def emit_append(params: Mapping[str, Any], symbol: str) -> str:
         sources = ((keys, params["width"]), (values, params["value_width"]))
         for (source, width), target in zip(sources, pages.rows(page, slot, head)):
             start = e.at(source, e.mul(unit.index, width), "f32")
-            with e.loop(0, width, LANES) as column:
-                row = e.load(e.at(start, column.index, "f32"), F32X8)
+            with e.loop(0, width, lanes) as column:
+                row = e.load(e.at(start, column.index, "f32"), floats)
                 e.store(narrow(e, row, dtype), e.at(target, column.index, STORED[dtype]))
     return e.text(symbol)
 
@@ -90,41 +104,48 @@ def _lane_maximum(e: Emitter, a: Value, b: Value) -> Value:
 
 def _everywhere(e: Emitter, a: Value) -> Value:
     """The largest lane, in all lanes."""
-    for distance in (4, 2, 1):
-        a = _lane_maximum(e, a, e.shuffle(a, a, [i ^ distance for i in range(LANES)]))
+    count = distance = lanes_of(a.type)
+    while distance > 1:
+        distance //= 2
+        a = _lane_maximum(e, a, e.shuffle(a, a, [i ^ distance for i in range(count)]))
     return a
 
 
-_PICK = (
-    ((0, 8, 1, 9, 4, 12, 5, 13), (2, 10, 3, 11, 6, 14, 7, 15)),
-    ((0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15)),
-    ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)),
-)
-"""Lanes of two neighbours that are added at each stage of turning eight vectors into the vector of their sums."""
+def _picks(lanes: int, stage: int) -> tuple[list[int], list[int]]:
+    """Lanes of two neighbours that are added at each stage of turning ``lanes`` vectors into the vector of their sums:
+    within quarters of four lanes first, then whole quarters."""
+    if stage < 2:
+        pick = ((0, "a"), (0, "b"), (1, "a"), (1, "b")) if stage == 0 else ((0, "a"), (1, "a"), (0, "b"), (1, "b"))
+        low = [i + first + lanes * (which == "b") for first in range(0, lanes, 4) for i, which in pick]
+        return low, [i + 2 for i in low]
+    low = [start + i for start in range(0, 2 * lanes, 8) for i in range(4)]
+    return low, [i + 4 for i in low]
 
 
 def _sums(e: Emitter, parts: Sequence[Value], stage: int = 0) -> Value:
-    """2^k vectors → one, by k stages of the tree from ``stage`` on; after all three, lane i is part i's sum."""
+    """2^k vectors → one, by k stages of the tree from ``stage`` on; after all stages, lane i is part i's sum."""
     while len(parts) > 1:
-        low, high = _PICK[stage]
+        low, high = _picks(lanes_of(parts[0].type), stage)
         pairs = zip(parts[::2], parts[1::2])
         parts = [e.add(e.shuffle(a, b, low), e.shuffle(a, b, high)) for a, b in pairs]
         stage += 1
     return parts[0]
 
 
-def _dots(e: Emitter, queries: Sequence[Value], keys: Value, width: int) -> list[Value]:
-    """For each query the vector of its products with eight consecutive keys. Lane c sums columns c, c+8, …, then the
-    lanes are added as a tree. Several queries share the loads of four keys, one query takes eight at once."""
-    step = 4 if len(queries) > 1 else 8
+def _dots(e: Emitter, queries: Sequence[Value], keys: Value, width: int, lanes: int) -> list[Value]:
+    """For each query the vector of its products with ``lanes`` consecutive keys. Lane c sums every ``lanes``th column
+    from c on, then the lanes are added as a tree. Several queries share the loads of four keys, one query takes all
+    at once."""
+    floats = vec(lanes, "f32")
+    step = 4 if len(queries) > 1 else lanes
     halves: list[list[Value]] = [[] for _ in queries]
-    for first in range(0, LANES, step):
-        with e.loop(0, width, LANES, [e.const(0.0, F32X8)] * (step * len(queries))) as column:
+    for first in range(0, lanes, step):
+        with e.loop(0, width, lanes, [e.const(0.0, floats)] * (step * len(queries))) as column:
             start = e.at(keys, column.index, "f32")
-            loaded = [e.load(e.at(query, column.index, "f32"), F32X8) for query in queries]
+            loaded = [e.load(e.at(query, column.index, "f32"), floats) for query in queries]
             sums = [*column.args]
             for key in range(step):
-                row = e.load(e.at(start, (first + key) * width, "f32"), F32X8)
+                row = e.load(e.at(start, (first + key) * width, "f32"), floats)
                 for at, q in zip(range(key, len(sums), step), loaded):
                     sums[at] = e.fma(q, row, sums[at])
             column.end(*sums)
@@ -161,19 +182,21 @@ def _runs(e: Emitter, positions: Value, requests: Value, low: Value, high: Value
             body(first, later.results[0])
 
 
-def emit_attend(params: Mapping[str, Any], symbol: str) -> str:
-    e = Emitter()
+def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+    e = Emitter(level)
     heads, group = params["heads"], params["heads"] // params["kv_heads"]
     width, value_width, block, window = (params[k] for k in ("width", "value_width", "key_block", "window"))
     query, positions, requests, pool, table, out = (e.buffer(i) for i in range(6))
     tokens = e.size("T")
+    lanes = _lanes(e, params)
+    floats = vec(lanes, "f32")
     pages = Pages(e, params, pool, table)
     tile = max(1, min(16, TILE_ROWS // group))
     together = next(n for n in (3, 2, 1) if group % n == 0)  # rows that share loads; 4 would spill registers
     keys, values, weights = room(e, block * width), room(e, block * value_width), room(e, together * block)
-    maxima, sums = room(e, tile * group * LANES), room(e, tile * group * LANES)
-    with e.loop(0, block * width, LANES) as i:  # rows that are never filled are multiplied, though masked afterwards
-        e.store(e.const(0.0, F32X8), e.at(keys, i.index, "f32"))
+    maxima, sums = room(e, tile * group * lanes), room(e, tile * group * lanes)
+    with e.loop(0, block * width, lanes) as i:  # rows that are never filled are multiplied, though masked afterwards
+        e.store(e.const(0.0, floats), e.at(keys, i.index, "f32"))
 
     def first_key(position: Value) -> Value:
         return e.max(e.sub(position, window - 1), 0) if window else e.const(0, "i64")
@@ -187,54 +210,54 @@ def emit_attend(params: Mapping[str, Any], symbol: str) -> str:
             sources = pages.rows(*here, head)
             for source, target, columns in zip(sources, (keys, values), (width, value_width)):
                 target = e.at(target, e.mul(e.sub(position.index, base), columns), "f32")
-                with e.loop(0, columns, LANES) as c:
-                    row = e.load_floats(e.at(source, c.index, STORED[params["dtype"]]), params["dtype"])
+                with e.loop(0, columns, lanes) as c:
+                    row = e.load_floats(e.at(source, c.index, STORED[params["dtype"]]), params["dtype"], lanes)
                     e.store(row, e.at(target, c.index, "f32"))
 
     def visit(row: Value, count: int, q: Value, result: Value, low: Value, high: Value) -> None:
         """Merges keys [low, high) of a block, relative to its start, into the maxima, sums and results of ``count``
         neighbouring rows of one token."""
-        numbers = e.const(tuple(range(LANES)), vec(LANES, "i32"))
-        lows, highs = (e.splat(e.cast("trunci", x, "i32")) for x in (low, high))
+        numbers = e.const(tuple(range(lanes)), vec(lanes, "i32"))
+        lows, highs = (e.splat(e.cast("trunci", x, "i32"), lanes) for x in (low, high))
         each = range(count)
-        tops, totals = ([e.at(p, e.add(row, i), F32X8) for i in each] for p in (maxima, sums))
+        tops, totals = ([e.at(p, e.add(row, i), floats) for i in each] for p in (maxima, sums))
         queries = [e.at(q, i * width, "f32") for i in each]
         results = [e.at(result, i * value_width, "f32") for i in each]
         scores = [e.at(weights, i * block, "f32") for i in each]
-        old = [e.load(top, F32X8) for top in tops]
-        with e.loop(0, block, LANES, old) as key:
-            lanes = e.add(e.splat(e.cast("trunci", key.index, "i32")), numbers)
-            visible = e.and_(e.compare("sge", lanes, lows), e.compare("slt", lanes, highs))
+        old = [e.load(top, floats) for top in tops]
+        with e.loop(0, block, lanes, old) as key:
+            at = e.add(e.splat(e.cast("trunci", key.index, "i32"), lanes), numbers)
+            visible = e.and_(e.compare("sge", at, lows), e.compare("slt", at, highs))
             most = []
-            for i, score in enumerate(_dots(e, queries, e.at(keys, e.mul(key.index, width), "f32"), width)):
+            for i, score in enumerate(_dots(e, queries, e.at(keys, e.mul(key.index, width), "f32"), width, lanes)):
                 score = e.select(visible, scale(score), -math.inf)
                 e.store(score, e.at(scores[i], key.index, "f32"))
                 most.append(_lane_maximum(e, key.args[i], score))
             key.end(*most)
         new = [_everywhere(e, top) for top in key.results]
         shrink = [vmath.exp(e, e.sub(a, b)) for a, b in zip(old, new)]
-        with e.loop(0, block, LANES, [e.mul(e.load(t, F32X8), s) for t, s in zip(totals, shrink)]) as key:
+        with e.loop(0, block, lanes, [e.mul(e.load(t, floats), s) for t, s in zip(totals, shrink)]) as key:
             added = []
             for i in each:
                 place = e.at(scores[i], key.index, "f32")
-                weight = vmath.exp(e, e.sub(e.load(place, F32X8), new[i]))
+                weight = vmath.exp(e, e.sub(e.load(place, floats), new[i]))
                 e.store(weight, place)
                 added.append(e.add(key.args[i], weight))
             key.end(*added)
         for value, place in zip((*new, *key.results), (*tops, *totals)):
             e.store(value, place)
         most_vectors = 8 if count == 1 else 4  # with their loads they fit the 16 registers
-        vectors = next(v for v in range(most_vectors, 0, -1) if value_width // LANES % v == 0)
-        with e.loop(0, value_width, vectors * LANES) as chunk:
-            places = [e.at(e.at(r, chunk.index, "f32"), v * LANES, "f32") for r in results for v in range(vectors)]
+        vectors = next(v for v in range(most_vectors, 0, -1) if value_width // lanes % v == 0)
+        with e.loop(0, value_width, vectors * lanes) as chunk:
+            places = [e.at(e.at(r, chunk.index, "f32"), v * lanes, "f32") for r in results for v in range(vectors)]
             start = e.at(values, chunk.index, "f32")
-            begin = [e.mul(e.load(p, F32X8), shrink[i // vectors]) for i, p in enumerate(places)]
+            begin = [e.mul(e.load(p, floats), shrink[i // vectors]) for i, p in enumerate(places)]
             with e.loop(low, high, init=begin) as key:
                 v = e.at(start, e.mul(key.index, value_width), "f32")
-                rows = [e.load(e.at(v, i * LANES, "f32"), F32X8) for i in range(vectors)]
+                rows = [e.load(e.at(v, i * lanes, "f32"), floats) for i in range(vectors)]
                 ahead = []
                 for i in each:
-                    weight = e.splat(e.load(e.at(scores[i], key.index, "f32"), "f32"))
+                    weight = e.splat(e.load(e.at(scores[i], key.index, "f32"), "f32"), lanes)
                     ahead += [e.fma(weight, r, acc) for r, acc in zip(rows, key.args[i * vectors :])]
                 key.end(*ahead)
             for place, acc in zip(places, key.results):
@@ -255,22 +278,22 @@ def emit_attend(params: Mapping[str, Any], symbol: str) -> str:
                     body(token.index, row, e.add(e.mul(token.index, heads), h.index), count)
 
     def columns(pointer: Value) -> Iterator[Value]:
-        with e.loop(0, value_width, LANES) as c:
+        with e.loop(0, value_width, lanes) as c:
             yield e.at(pointer, c.index, "f32")
 
     def run(first: Value, end: Value, head: Value, low: Value, high: Value) -> None:
         """One key head's rows of consecutive tokens of a request."""
 
         def clear(token: Value, row: Value, offset: Value, count: int) -> None:
-            e.store(e.const(-math.inf, F32X8), e.at(maxima, row, F32X8))
-            e.store(e.const(0.0, F32X8), e.at(sums, row, F32X8))
+            e.store(e.const(-math.inf, floats), e.at(maxima, row, floats))
+            e.store(e.const(0.0, floats), e.at(sums, row, floats))
             for place in columns(e.at(out, e.mul(offset, value_width), "f32")):
-                e.store(e.const(0.0, F32X8), place)
+                e.store(e.const(0.0, floats), place)
 
         def finish(token: Value, row: Value, offset: Value, count: int) -> None:
-            total = e.splat(e.reduce(e.add, e.load(e.at(sums, row, F32X8), F32X8)))
+            total = e.splat(e.reduce(e.add, e.load(e.at(sums, row, floats), floats)), lanes)
             for place in columns(e.at(out, e.mul(offset, value_width), "f32")):
-                e.store(e.div(e.load(place, F32X8), total), place)
+                e.store(e.div(e.load(place, floats), total), place)
 
         each_row(first, end, head, low, high, clear)
         request, start = load_index(e, requests, first), load_index(e, positions, first)
@@ -342,7 +365,8 @@ def select(spec: OpSpec) -> Selection | None:
     query, key, value, _, _, state = spec.operands
     assert isinstance(state, StateSpec)
     width, value_width = key.shape[2], value.shape[2]
-    if width % LANES or value_width % LANES or state.key_block % LANES or state.dtype not in ("f32", "f16", "bf16"):
+    sizes = (width, value_width, state.key_block)
+    if any(size % COLUMNS for size in sizes) or state.dtype not in ("f32", "f16", "bf16"):
         return None
     paging = {
         "dtype": state.dtype, "kv_heads": key.shape[1], "max_pages": state.max_pages, "page_size": state.page_size,

@@ -13,56 +13,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from adaptc.backends.cpu.kernels import instructions
+from adaptc.backends.cpu.kernels.values import Value, element, lanes, like, vec
+from adaptc.backends.cpu.levels import Level
+
 SYMBOLS = ("T", "R", "S")
 """Order in which kernels find the symbols' values: T tokens, R requests, S sampled rows."""
-
-LANES = 8
-"""f32 elements of one vector register at every supported CPU level."""
 
 PTR = "!llvm.ptr"
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of kernels: ``emit(params, symbol)`` is the MLIR text of one function, ``signature(params)`` its
-    buffers as in ``adaptc.plan.Kernel.signature``."""
+    """A family of kernels: ``emit(params, symbol, level)`` is the MLIR text of one function for a CPU level,
+    ``signature(params)`` its buffers as in ``adaptc.plan.Kernel.signature``."""
 
-    emit: Callable[[Mapping[str, Any], str], str]
+    emit: Callable[[Mapping[str, Any], str, Level], str]
     signature: Callable[[Mapping[str, Any]], tuple[str, ...]]
 
 
-@dataclass(frozen=True)
-class Value:
-    """An SSA value: its name and its MLIR type."""
-
-    name: str
-    type: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def vec(lanes: int, element: str) -> str:
-    """The type of a one-dimensional vector: ``vec(8, "f32") == "vector<8xf32>"``."""
-    return f"vector<{lanes}x{element}>"
-
-
-F32X8, I32X8, I8X32, I16X16 = vec(8, "f32"), vec(8, "i32"), vec(32, "i8"), vec(16, "i16")
-
-
-def element(type: str) -> str:
-    """Element type of a vector type, or the scalar type itself."""
-    return type[:-1].rpartition("x")[2] if type.startswith("vector<") else type
-
-
-def lanes(type: str) -> int:
-    """Number of lanes of a vector type; 0 for a scalar."""
-    return int(type[len("vector<"):].partition("x")[0]) if type.startswith("vector<") else 0
-
-
-def like(type: str, new_element: str) -> str:
-    """``type`` with another element type: vector stays vector, scalar stays scalar."""
-    return vec(lanes(type), new_element) if lanes(type) else new_element
+_HALVES = {("f16", "f32"): "half_to_float", ("f32", "f16"): "float_to_half"}
+"""(from, to) of the conversions that not every level has."""
 
 
 def _literal(value: float, kind: str) -> str:
@@ -86,13 +57,19 @@ class Loop:
 
 
 class Emitter:
-    """Writes the body of one function. Methods append an operation and return its result.
+    """Writes the body of one function for a CPU level. Methods append an operation and return its result.
+
+    ``lanes`` is how many f32 one vector register of the level holds; ``floats``, ``words``, ``shorts`` and ``bytes``
+    are the types of a full register of f32, i32, i16 and i8. Wider and narrower vectors are legal everywhere.
 
     Binary operations choose the float or integer form by the operands' type; a Python number on either side
     becomes a (splat) constant of the other side's type. Constants are shared and stand at the function's start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, level: Level) -> None:
+        self.level, self.lanes = level, level.lanes
+        self.floats, self.words = vec(self.lanes, "f32"), vec(self.lanes, "i32")
+        self.shorts, self.bytes = vec(2 * self.lanes, "i16"), vec(4 * self.lanes, "i8")
         self._lines: list[str] = []
         self._constants: dict[tuple[str, str], Value] = {}
         self._count = 0
@@ -194,10 +171,10 @@ class Emitter:
         return self.op(f"arith.negf {a} : {a.type}", a.type) if element(a.type)[0] == "f" else self.sub(0, a)
 
     def fma(self, a: Value, b: Value | float, c: Value | float) -> Value:
-        """a*b + c with one rounding."""
+        """a*b + c, with one rounding at levels that can (``instructions`` says what the others do)."""
         a, b = self._pair(a, b)
         a, c = self._pair(a, c)
-        return self.op(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
+        return self.do("fma", a, b, c)
 
     def math(self, name: str, a: Value) -> Value:
         """A one-operand operation of the math dialect that needs no library: absf, sqrt, floor, roundeven, …"""
@@ -221,13 +198,15 @@ class Emitter:
         """An arith conversion: extf truncf extui extsi trunci sitofp uitofp fptosi bitcast. ``to`` may be an element
         type, which keeps the number of lanes."""
         to = to if lanes(to) or not lanes(a.type) else like(a.type, to)
+        if conversion := _HALVES.get((element(a.type), element(to))):
+            return self.do(conversion, a, to)
         if name == "bitcast" and lanes(a.type) != lanes(to):
             return self.op(f"vector.bitcast {a} : {a.type} to {to}", to)
         return self.op(f"arith.{name} {a} : {a.type} to {to}", to)
 
-    def splat(self, a: Value, count: int = LANES) -> Value:
-        """``a`` in every lane of a vector."""
-        to = vec(count, a.type)
+    def splat(self, a: Value, count: int = 0) -> Value:
+        """``a`` in every lane of a vector of ``count``, by default of the level's, lanes."""
+        to = vec(count or self.lanes, a.type)
         return self.op(f"vector.broadcast {a} : {a.type} to {to}", to)
 
     def lane(self, a: Value, index: int) -> Value:
@@ -246,8 +225,22 @@ class Emitter:
             a = combine(self.shuffle(a, a, range(count)), self.shuffle(a, a, range(count, 2 * count)))
         return self.lane(a, 0)
 
+    def do(self, name: str, *args: Any) -> Value:
+        """An operation of the table of instructions (``instructions.TABLE``), by what the level has for it."""
+        return (self.native(name) or instructions.FALLBACKS[name])(self, *args)
+
+    def native(self, name: str) -> Callable[..., Value] | None:
+        """How the level does an operation of that table by one instruction on whole registers; None if it can't."""
+        return instructions.find(self.level, name, self.lanes)
+
+    def tree(self, combine: Callable[[Value, Value], Value], values: Sequence[Value]) -> Value:
+        """Values (a power of two of them) combined pairwise: neighbours first."""
+        while len(values) > 1:
+            values = [combine(a, b) for a, b in zip(values[::2], values[1::2])]
+        return values[0]
+
     def intrinsic(self, name: str, args: Sequence[Value], type: str) -> Value:
-        """An LLVM intrinsic by its full name, e.g. ``llvm.x86.avx2.pmadd.wd``."""
+        """An LLVM intrinsic by its full name. Those of one machine belong in ``instructions.TABLE``."""
         types = ", ".join(a.type for a in args)
         return self.op(f'llvm.call_intrinsic "{name}"({", ".join(map(str, args))}) : ({types}) -> {type}', type)
 
@@ -279,13 +272,15 @@ class Emitter:
         self.line(f"llvm.intr.masked.store {value}, {pointer}, {mask} "
                   f"{{alignment = {_bytes(element(value.type))} : i32}} : {value.type}, {mask.type} into !llvm.ptr")
 
-    def mask(self, count: Value, width: int = LANES) -> Value:
-        """Vector of i1: the first ``count`` (i64) lanes hold."""
+    def mask(self, count: Value, width: int = 0) -> Value:
+        """Vector of i1, by default of the level's lanes: the first ``count`` (i64) lanes hold."""
+        width = width or self.lanes
         numbers = self.const(tuple(range(width)), vec(width, "i32"))
         return self.compare("slt", numbers, self.splat(self.cast("trunci", count, "i32"), width))
 
-    def load_floats(self, pointer: Value, kind: str, count: int = LANES) -> Value:
-        """``count`` consecutive f32, f16 or bf16 numbers as f32 (exactly)."""
+    def load_floats(self, pointer: Value, kind: str, count: int = 0) -> Value:
+        """``count`` (by default the level's lanes) consecutive f32, f16 or bf16 numbers as f32 (exactly)."""
+        count = count or self.lanes
         if kind == "f32":
             return self.load(pointer, vec(count, "f32"))
         if kind == "f16":

@@ -1,4 +1,4 @@
-"""Dot products of 8 packed weight rows with a tile of rows of activations, f32 or int8.
+"""Dot products of a unit of packed weight rows with a tile of rows of activations, f32 or int8.
 
 Every row is computed by the same operations in the same order, whatever the tile:
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from adaptc.backends.cpu.kernels.base import F32X8, I8X32, I16X16, I32X8, Emitter, Value
-from adaptc.backends.cpu.kernels.weights import Body, Group, Packed, columns, float_columns, quads, walk
+from adaptc.backends.cpu.kernels.base import Emitter, Value, vec
+from adaptc.backends.cpu.kernels.weights import Body, Group, Packed, Rows, columns, float_columns, quads, walk
 from adaptc.backends.cpu.packing import SPAN
 
 _QUADS = SPAN // 4
@@ -56,7 +56,7 @@ class Floats:
     def integers(self, e: Emitter, weight: Packed, tile: int) -> Body:
         """Body of ``walk`` for integer formats."""
 
-        def body(first: Value, codes: Value, groups: Sequence[Group], sums: Sequence[Value]) -> list[Value]:
+        def body(first: Value, codes: Rows, groups: Sequence[Group], sums: Sequence[Value]) -> list[Value]:
             here, result = e.at(self.x, first, "f32"), list(sums)
             per = _QUADS // len(groups)
             for g, group in enumerate(groups):
@@ -80,9 +80,11 @@ class Floats:
 
 def _sum(e: Emitter, pointer: Value, count: int) -> Value:
     """Sum of ``count`` (a multiple of 8) numbers in a fixed order."""
-    total = e.load(pointer, F32X8)
-    for i in range(8, count, 8):
-        total = e.add(total, e.load(e.at(pointer, i, "f32"), F32X8))
+    lanes = min(e.lanes, count)
+    floats = vec(lanes, "f32")
+    total = e.load(pointer, floats)
+    for i in range(lanes, count, lanes):
+        total = e.add(total, e.load(e.at(pointer, i, "f32"), floats))
     return e.reduce(e.add, total)
 
 
@@ -116,12 +118,12 @@ class Codes:
         )
 
     def _word(self, e: Emitter, here: Value, row: int, j: int) -> Value:
-        """The four codes of quad j in every lane of a vector<8xi32>."""
+        """The four codes of quad j in every lane."""
         return e.splat(e.load(e.at(here, row * self.k + 4 * j), "i32"))
 
     def _bytes(self, e: Emitter, here: Value) -> Callable[[int, int], Value]:
-        """(row, quad) → its four codes once for each of 8 weight rows."""
-        return lambda row, j: e.cast("bitcast", self._word(e, here, row, j), I8X32)
+        """(row, quad) → its four codes once for each weight row."""
+        return lambda row, j: e.cast("bitcast", self._word(e, here, row, j), e.bytes)
 
     def _scale(self, e: Emitter, span: Value, row: int) -> Value:
         return e.splat(e.load(e.at(e.at(self.scales, span, "f32"), row * (self.k // SPAN), "f32"), "f32"))
@@ -138,7 +140,7 @@ class Codes:
         format = weight.format
         dots = _signed_dots if format.codes == "i8" else _unsigned_dots
 
-        def body(first: Value, codes: Value, groups: Sequence[Group], sums: Sequence[Value]) -> list[Value]:
+        def body(first: Value, codes: Rows, groups: Sequence[Group], sums: Sequence[Value]) -> list[Value]:
             here, span, result = e.at(self.codes, first), e.shr(first, 5), list(sums)
             per = _QUADS // len(groups)
             for g, group in enumerate(groups):
@@ -172,19 +174,21 @@ class Codes:
 
 
 def _unsigned_dots(e: Emitter, kind: str, weights, words, tile: int) -> list[Value]:
-    """For each row, i32[8] sums of unsigned code * activation code over the quads."""
+    """For each row, i32 sums, one a weight row, of unsigned code * activation code over the quads."""
+    if e.native("quads"):
+        return _quad_dots(e, weights, words, tile)
     short: list[list[Value]] = [[] for _ in range(tile)]
     totals: list[Value | None] = [None] * tile
 
     def flush() -> None:
         for row in range(tile):
             pairs = short[row].pop()
-            wide = e.intrinsic("llvm.x86.avx2.pmadd.wd", (pairs, e.const(1, I16X16)), I32X8)
+            wide = e.do("short_pairs", pairs)
             totals[row] = wide if totals[row] is None else e.add(totals[row], wide)
 
     for count, (j, weight) in enumerate(weights, 1):
         for row in range(tile):
-            pairs = e.intrinsic("llvm.x86.avx2.pmadd.ub.sw", (weight, words(row, j)), I16X16)
+            pairs = e.do("byte_pairs", weight, words(row, j))
             short[row] = [e.add(short[row][0], pairs) if short[row] else pairs]
         if count % _PAIRS[kind] == 0:
             flush()
@@ -193,17 +197,22 @@ def _unsigned_dots(e: Emitter, kind: str, weights, words, tile: int) -> list[Val
     return totals
 
 
+def _quad_dots(e: Emitter, weights, words, tile: int) -> list[Value]:
+    """As ``_unsigned_dots``, four products by one instruction."""
+    totals: list[Value | None] = [None] * tile
+    for j, weight in weights:
+        totals = [e.do("quads", total, weight, words(row, j)) for row, total in enumerate(totals)]
+    return totals
+
+
 def _signed_dots(e: Emitter, kind: str, weights, words, tile: int) -> list[Value]:
     """As ``_unsigned_dots`` for signed codes: |code| * (activation with the code's sign), which never saturates."""
     totals: list[Value | None] = [None] * tile
-    zero = e.const(0, I8X32)
+    zero = e.const(0, e.bytes)
     for j, weight in weights:
         size = e.max(weight, e.sub(zero, weight))
         for row in range(tile):
-            signed = e.intrinsic("llvm.x86.avx2.psign.b", (words(row, j), weight), I8X32)
-            pairs = e.intrinsic("llvm.x86.avx2.pmadd.ub.sw", (size, signed), I16X16)
-            wide = e.intrinsic("llvm.x86.avx2.pmadd.wd", (pairs, e.const(1, I16X16)), I32X8)
-            totals[row] = wide if totals[row] is None else e.add(totals[row], wide)
+            totals[row] = e.do("quads", totals[row], size, e.do("signed", words(row, j), weight))
     return totals
 
 
@@ -211,10 +220,10 @@ ACTIVATION_KINDS = {kind.dtype: kind for kind in (Floats, Codes)}
 """dtype of operand 0 → how the activations are read."""
 
 
-def dot(e: Emitter, weight: Packed, block: Value, x: Floats | Codes, tile: int) -> Sequence[Value]:
-    """f32[8] for each of ``tile`` rows: the rows of x times the 8 weight rows of ``block``."""
-    codes, scales = weight.block(e, block)
-    zero = [e.const(0.0, F32X8)] * tile
+def dot(e: Emitter, weight: Packed, unit: Value, x: Floats | Codes, tile: int) -> Sequence[Value]:
+    """f32[lanes] for each of ``tile`` rows: the rows of x times the weight rows of ``unit``."""
+    codes, scales = weight.unit(e, unit)
+    zero = [e.const(0.0, e.floats)] * tile
     if not weight.format.is_float:
         return walk(e, weight, codes, scales, zero, x.integers(e, weight, tile))
     whole = weight.k // SPAN * SPAN

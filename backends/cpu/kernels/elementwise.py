@@ -1,7 +1,7 @@
 """Elementwise operators, alone or as a group: one pass over memory, whatever the group's length.
 
 The result's dimensions are folded to as few as the operands' broadcasting allows; the last one is the *columns*,
-taken eight at a time, the others are the *rows*. Threads share out (row, piece of 1024 columns) pairs.
+taken a register at a time, the others are the *rows*. Threads share out (row, piece of 1024 columns) pairs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
-from adaptc.backends.cpu.kernels.base import LANES, Emitter, Family, Value, vec
+from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
+from adaptc.backends.cpu.levels import Level
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, TensorSpec
 
 PIECE = 1024
@@ -137,7 +138,7 @@ def run_body(e: Emitter, body: Body, values: Sequence[Value], kinds: Sequence[st
         if name == "constant":
             constants[len(values)] = attrs["value"]
             register = CARRIED[attrs["dtype"]]
-            result = convert(e, e.const(attrs["value"], vec(LANES, register)), register, attrs["dtype"])
+            result = convert(e, e.const(attrs["value"], vec(e.lanes, register)), register, attrs["dtype"])
         elif name == "cast":
             result = convert(e, args[0], kind, attrs["dtype"])
         elif name == "compare":
@@ -204,8 +205,8 @@ def split(e: Emitter, index: Value, sizes: Sequence[Value]) -> list[Value]:
     return [index, *reversed(parts)] if sizes else []
 
 
-def emit(params: Mapping[str, Any], symbol: str) -> str:
-    e = Emitter()
+def emit(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+    e = Emitter(level)
     operands, results, body = params["operands"], params["results"], params["body"]
     kinds = dtypes_of(body, [dtype for dtype, _ in operands])
     pointers = [e.buffer(i) for i in range(len(operands) + len(results))]
@@ -234,11 +235,11 @@ def emit(params: Mapping[str, Any], symbol: str) -> str:
             for has, start, (dtype, _) in zip(dims[-1][1], starts, operands)
         ]
 
-        def eight(column: Value, mask: Value | None) -> None:
+        def some(column: Value, mask: Value | None) -> None:
             values = []
             for value, start, (dtype, _) in zip(fixed, starts, operands):
                 if value is None:
-                    place, kind = e.at(start, column, STORED[dtype]), vec(LANES, STORED[dtype])
+                    place, kind = e.at(start, column, STORED[dtype]), vec(e.lanes, STORED[dtype])
                     raw = e.load(place, kind) if mask is None else e.load_masked(place, mask, kind)
                     value = widen(e, raw, dtype)
                 values.append(value)
@@ -249,13 +250,13 @@ def emit(params: Mapping[str, Any], symbol: str) -> str:
 
         first = e.mul(piece, PIECE)
         last = e.min(e.add(first, PIECE), columns)
-        tail = e.rem(last, LANES)
+        tail = e.rem(last, e.lanes)
         whole = e.sub(last, tail)
-        with e.loop(first, whole, LANES) as column:
-            eight(column.index, None)
-        if math.prod(f for f in dims[-1][0] if isinstance(f, int)) % LANES:
+        with e.loop(first, whole, e.lanes) as column:
+            some(column.index, None)
+        if math.prod(f for f in dims[-1][0] if isinstance(f, int)) % e.lanes:
             with e.when(e.compare("sgt", tail, 0)):
-                eight(whole, e.mask(tail))
+                some(whole, e.mask(tail))
     return e.text(symbol)
 
 

@@ -1,20 +1,22 @@
 """``embedding``: rows of a packed table by token id, ids i32[T] → f32[T, D], with the bits that ``adaptc.blocks``
-gives. The table is the same packed weight that a tied output projection multiplies with."""
+gives, eight columns at a time at every level. The table is the same packed weight that a tied output projection
+multiplies with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from adaptc.backends.cpu.kernels.base import I32X8, Emitter, Family, Value, vec
+from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
 from adaptc.backends.cpu.kernels.weights import Packed
+from adaptc.backends.cpu.levels import Level
 from adaptc.backends.cpu.packing import BLOCK, SPAN, code_layout, packable, scale_layout
 from adaptc.formats import FORMATS, WeightFormat
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection
 
 
-def _emit(params: Mapping[str, Any], symbol: str) -> str:
-    e = Emitter()
+def _emit(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+    e = Emitter(level)
     format, k = FORMATS[params["format"]], params["k"]
     ids, out = e.buffer(0), e.buffer(2)
     table = Packed.of(e, format, params["n"], k, e.buffer(1))
@@ -42,9 +44,9 @@ def _integer_row(e: Emitter, format: WeightFormat, k: int, codes: Value, scales:
             # Lanes 0-3 are quad 2·pair, lanes 4-7 quad 2·pair + 1: eight consecutive columns.
             numbers = e.sub(_EIGHT[format.codes](e, here, lane, pair), format.zero)
             scale, minimum = group_scales[pair * len(group_scales) // 4]
-            values = e.mul(e.splat(scale), e.cast("sitofp", numbers, "f32"))
+            values = e.mul(e.splat(scale, 8), e.cast("sitofp", numbers, "f32"))
             if minimum is not None:
-                values = (e.add if format.min_sign > 0 else e.sub)(values, e.splat(minimum))
+                values = (e.add if format.min_sign > 0 else e.sub)(values, e.splat(minimum, 8))
             e.store(values, e.at(e.at(out, e.shl(loop.index, 5), "f32"), 8 * pair, "f32"))
 
 
@@ -52,11 +54,11 @@ def _integer_row(e: Emitter, format: WeightFormat, k: int, codes: Value, scales:
 
 def _word(e: Emitter, here: Value, lane: Value, vector: int) -> Value:
     """The row's four bytes of a 32-byte vector, in every lane."""
-    return e.splat(e.load(e.at(e.at(here, e.shl(lane, 2)), 32 * vector), "i32"))
+    return e.splat(e.load(e.at(e.at(here, e.shl(lane, 2)), 32 * vector), "i32"), 8)
 
 
 def _bits(e: Emitter, word: Value, starts: list[int], count: int) -> Value:
-    return e.and_(e.shr(word, e.const(starts, I32X8)), (1 << count) - 1)
+    return e.and_(e.shr(word, e.const(starts, vec(8, "i32"))), (1 << count) - 1)
 
 
 def _i8(e: Emitter, here: Value, lane: Value, pair: int) -> Value:

@@ -1,7 +1,7 @@
 """Matrix products with packed weights: ``linear``, ``linears`` and ``gated_linear``, from f32 or int8 activations.
 
-Threads share the row blocks of all weights (8 output columns each). A thread keeps one row block in its caches and
-runs over tiles of 4 rows of x, so one kernel serves decoding and prefill; fewer than 4 rows go one by one, and the
+Threads share the units of all weights (as many output columns as a vector has lanes). A thread keeps one in its caches
+and runs over tiles of 4 rows of x, so one kernel serves decoding and prefill; fewer than 4 rows go one by one, and the
 last tile overlaps the one before.
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from adaptc.backends.cpu.kernels.base import F32X8, Emitter, Family, Value
+from adaptc.backends.cpu.kernels.base import Emitter, Family, Value
 from adaptc.backends.cpu.kernels.dots import ACTIVATION_KINDS, Codes, Floats, dot
 from adaptc.backends.cpu.kernels.vmath import ACTIVATIONS
 from adaptc.backends.cpu.kernels.weights import Packed
-from adaptc.backends.cpu.packing import BLOCK, SPAN, blocks, packable
+from adaptc.backends.cpu.levels import Level
+from adaptc.backends.cpu.packing import SPAN, packable
 from adaptc.formats import FORMATS
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, TensorSpec
 
@@ -48,11 +49,11 @@ def _chunks(e: Emitter, rows: Value, k: int, kind: type[Floats | Codes], body: C
         body(tiles)
 
 
-def _store(e: Emitter, out: Value, n: int, row: Value, block: Value, values: Sequence[Value]) -> None:
-    """Writes values[i] to row + i, columns 8 * block.. of out f32[rows, n], and nothing beyond column n."""
-    column = e.mul(block, BLOCK)
+def _store(e: Emitter, out: Value, n: int, row: Value, unit: Value, values: Sequence[Value]) -> None:
+    """Writes values[i] to row + i, columns lanes * unit.. of out f32[rows, n], and nothing beyond column n."""
+    column = e.mul(unit, e.lanes)
     here = e.at(e.at(out, e.mul(row, n), "f32"), column, "f32")
-    inside = e.mask(e.sub(n, column)) if n % BLOCK else None
+    inside = e.mask(e.sub(n, column)) if n % e.lanes else None
     for i, value in enumerate(values):
         at = e.at(here, i * n, "f32")
         if inside is None:
@@ -61,8 +62,8 @@ def _store(e: Emitter, out: Value, n: int, row: Value, block: Value, values: Seq
             e.store_masked(value, at, inside)
 
 
-def _emit_linears(params: Mapping[str, Any], symbol: str) -> str:
-    e = Emitter()
+def _emit_linears(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+    e = Emitter(level)
     kind, k, shapes, with_bias = ACTIVATION_KINDS[params["x"]], params["k"], params["weights"], params["bias"]
     inputs, count = len(kind.shapes("", k)), len(shapes)
     x = [e.buffer(i) for i in range(inputs)]
@@ -70,22 +71,22 @@ def _emit_linears(params: Mapping[str, Any], symbol: str) -> str:
     bias = e.buffer(inputs + count) if with_bias else None
     outs = [e.buffer(inputs + count + with_bias + i) for i in range(count)]
     rows = e.size(params["rows"])
-    low, high = e.share(sum(blocks(n) for _, n in shapes))
+    low, high = e.share(sum(weight.units(e) for weight in weights))
 
-    def product(tiles: Tiles, weight: Packed, out: Value, block: Value) -> None:
-        start = _bias(e, bias, weight.n, block)
+    def product(tiles: Tiles, weight: Packed, out: Value, unit: Value) -> None:
+        start = _bias(e, bias, weight.n, unit)
 
         def work(row: Value, tile: int) -> None:
-            values = dot(e, weight, block, kind.at(e, k, x, row), tile)
-            _store(e, out, weight.n, row, block, [e.add(v, start) if start else v for v in values])
+            values = dot(e, weight, unit, kind.at(e, k, x, row), tile)
+            _store(e, out, weight.n, row, unit, [e.add(v, start) if start else v for v in values])
 
         tiles(work)
 
     def sweep(tiles: Tiles) -> None:
         before = 0
         for weight, out in zip(weights, outs):
-            own = [e.min(e.max(e.sub(end, before), 0), blocks(weight.n)) for end in (low, high)]
-            before += blocks(weight.n)
+            own = [e.min(e.max(e.sub(end, before), 0), weight.units(e)) for end in (low, high)]
+            before += weight.units(e)
             with e.loop(*own) as loop:
                 product(tiles, weight, out, loop.index)
 
@@ -93,23 +94,23 @@ def _emit_linears(params: Mapping[str, Any], symbol: str) -> str:
     return e.text(symbol)
 
 
-def _bias(e: Emitter, bias: Value | None, n: int, block: Value) -> Value | None:
+def _bias(e: Emitter, bias: Value | None, n: int, unit: Value) -> Value | None:
     if bias is None:
         return None
-    column = e.mul(block, BLOCK)
+    column = e.mul(unit, e.lanes)
     here = e.at(bias, column, "f32")
-    return e.load_masked(here, e.mask(e.sub(n, column)), F32X8) if n % BLOCK else e.load(here, F32X8)
+    return e.load_masked(here, e.mask(e.sub(n, column)), e.floats) if n % e.lanes else e.load(here, e.floats)
 
 
-def _emit_gated(params: Mapping[str, Any], symbol: str) -> str:
-    e = Emitter()
+def _emit_gated(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+    e = Emitter(level)
     kind, k, shapes = ACTIVATION_KINDS[params["x"]], params["k"], params["weights"]
     activation = ACTIVATIONS[params["act"]]
     inputs = len(kind.shapes("", k))
     x = [e.buffer(i) for i in range(inputs)]
     gate, up = (Packed.of(e, FORMATS[f], n, k, e.buffer(inputs + i)) for i, (f, n) in enumerate(shapes))
     out, rows = e.buffer(inputs + 2), e.size(params["rows"])
-    low, high = e.share(blocks(gate.n))
+    low, high = e.share(gate.units(e))
 
     def sweep(tiles: Tiles) -> None:
         with e.loop(low, high) as loop:

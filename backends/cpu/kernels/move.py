@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adaptc.backends.cpu.kernels.base import LANES, Emitter, Family, vec
+from adaptc.backends.cpu.kernels.base import Emitter, Family, vec
 from adaptc.backends.cpu.kernels.elementwise import CARRIED, STORED, dense, describe, narrow, product, split
 from adaptc.backends.cpu.kernels.rows import copy
+from adaptc.backends.cpu.levels import Level
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, TensorSpec
 
 Factors = tuple[int | str, ...]
@@ -30,9 +31,9 @@ def strides_of(shape: Sequence[int | str]) -> tuple[Factors, ...]:
 # ---- move
 
 
-def emit_move(params: Mapping[str, Any], symbol: str) -> str:
+def emit_move(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     """Copies element ``index`` of the box from source[start + Σ index·stride] to target[start + Σ index·stride]."""
-    e = Emitter()
+    e = Emitter(level)
     kind = STORED[params["dtype"]]
     source, target = e.buffer(0), e.buffer(1)
     sizes = [product(e, (size,)) for size in params["box"]] or [e.const(1, "i64")]
@@ -156,9 +157,9 @@ def select_pad(spec: OpSpec) -> Selection | None:
 # ---- fill
 
 
-def emit_fill(params: Mapping[str, Any], symbol: str) -> str:
+def emit_fill(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     """The same number everywhere, or the numbers of ``values``."""
-    e = Emitter()
+    e = Emitter(level)
     dtype, values = params["dtype"], params["values"]
     out, kind = e.buffer(0), STORED[params["dtype"]]
     if len(values) > 1:
@@ -168,10 +169,10 @@ def emit_fill(params: Mapping[str, Any], symbol: str) -> str:
         return e.text(symbol)
     low, high = e.share(product(e, params["shape"]))
     one = narrow(e, e.const(values[0], CARRIED[dtype]), dtype)
-    eight = narrow(e, e.const(values[0], vec(LANES, CARRIED[dtype])), dtype)
-    whole = e.sub(high, e.rem(e.sub(high, low), LANES))
-    with e.loop(low, whole, LANES) as i:
-        e.store(eight, e.at(out, i.index, kind))
+    many = narrow(e, e.const(values[0], vec(e.lanes, CARRIED[dtype])), dtype)
+    whole = e.sub(high, e.rem(e.sub(high, low), e.lanes))
+    with e.loop(low, whole, e.lanes) as i:
+        e.store(many, e.at(out, i.index, kind))
     with e.loop(whole, high) as i:
         e.store(one, e.at(out, i.index, kind))
     return e.text(symbol)

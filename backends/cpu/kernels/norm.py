@@ -1,7 +1,7 @@
 """Root-mean-square norms over the last dimension: x·weight/√(mean(x²) + eps).
 
-The squares are summed in four vectors that take turns (one, where the columns don't divide by 32), which are then
-added as a tree: the order depends on the number of columns only. Threads share out rows.
+The squares are summed in four vectors that take turns (one, where the columns don't divide evenly), which are then
+added as a tree: the order depends on the number of columns and the level's lanes only. Threads share out rows.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
-from adaptc.backends.cpu.kernels.base import F32X8, LANES, Emitter, Family, Value
+from adaptc.backends.cpu.kernels.base import Emitter, Family, Value
 from adaptc.backends.cpu.kernels.elementwise import dense, describe, product
+from adaptc.backends.cpu.levels import Level
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection
 
 
-def _emit(params: Mapping[str, Any], symbol: str, residual: bool) -> str:
-    e = Emitter()
+def _emit(params: Mapping[str, Any], symbol: str, level: Level, residual: bool) -> str:
+    e = Emitter(level)
     *lead, columns = params["shape"]
     pointers = [e.buffer(i) for i in range(5 if residual else 3)]
-    whole, tail = columns - columns % LANES, columns % LANES
-    ways = 4 if columns % (4 * LANES) == 0 else 1
+    whole, tail = columns - columns % e.lanes, columns % e.lanes
+    ways = 4 if columns % (4 * e.lanes) == 0 else 1
     rest = e.mask(e.const(tail, "i64"))
 
     def read(pointer: Value, column: Value | int, mask: Value | None) -> Value:
         place = e.at(pointer, column, "f32")
-        return e.load(place, F32X8) if mask is None else e.load_masked(place, mask, F32X8)
+        return e.load(place, e.floats) if mask is None else e.load_masked(place, mask, e.floats)
 
     def write(value: Value, pointer: Value, column: Value | int, mask: Value | None) -> None:
         place = e.at(pointer, column, "f32")
@@ -45,21 +46,19 @@ def _emit(params: Mapping[str, Any], symbol: str, residual: bool) -> str:
                 write(x, total, column, mask)
             return e.fma(x, x, sum_)
 
-        with e.loop(0, whole, ways * LANES, [e.const(0.0, F32X8)] * ways) as column:
-            column.end(*(square(s, e.add(column.index, i * LANES)) for i, s in enumerate(column.args)))
+        with e.loop(0, whole, ways * e.lanes, [e.const(0.0, e.floats)] * ways) as column:
+            column.end(*(square(s, e.add(column.index, i * e.lanes)) for i, s in enumerate(column.args)))
         sums = list(column.results)
         if tail:
             sums[0] = square(sums[0], whole, rest)
-        while len(sums) > 1:
-            sums = [e.add(a, b) for a, b in zip(sums[::2], sums[1::2])]
-        mean = e.div(e.reduce(e.add, sums[0]), float(columns))
+        mean = e.div(e.reduce(e.add, e.tree(e.add, sums)), float(columns))
         scale = e.splat(vmath.rsqrt(e, e.add(mean, params["eps"])))
 
         def scaled(column: Value | int, mask: Value | None = None) -> None:
             x = e.mul(read(total, column, mask), scale)
             write(e.mul(x, read(weight, column, mask)), out, column, mask)
 
-        with e.loop(0, whole, LANES) as column:
+        with e.loop(0, whole, e.lanes) as column:
             scaled(column.index)
         if tail:
             scaled(whole, rest)
@@ -73,8 +72,8 @@ def _signature(params: Mapping[str, Any], residual: bool) -> tuple[str, ...]:
 
 
 FAMILIES = {
-    "rms_norm": Family(lambda p, s: _emit(p, s, False), lambda p: _signature(p, False)),
-    "add_rms_norm": Family(lambda p, s: _emit(p, s, True), lambda p: _signature(p, True)),
+    "rms_norm": Family(lambda p, s, level: _emit(p, s, level, False), lambda p: _signature(p, False)),
+    "add_rms_norm": Family(lambda p, s, level: _emit(p, s, level, True), lambda p: _signature(p, True)),
 }
 
 

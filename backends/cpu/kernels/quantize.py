@@ -11,32 +11,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from adaptc.backends.cpu.kernels.base import F32X8, LANES, Emitter, Family, Value
+from adaptc.backends.cpu.kernels.base import Emitter, Family, Value
+from adaptc.backends.cpu.levels import Level
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection
 
 GROUP = 32
 
 
-def _emit(params: Mapping[str, Any], symbol: str) -> str:
-    e = Emitter()
+def _emit(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+    e = Emitter(level)
     x, codes, scales, sums = (e.buffer(i) for i in range(4))
     groups = e.mul(e.size(params["rows"]), params["k"] // GROUP)
     with e.loop(*e.share(groups)) as loop:
         first = e.shl(loop.index, 5)
         here = e.at(x, first, "f32")
-        parts = [e.load(e.at(here, LANES * i, "f32"), F32X8) for i in range(GROUP // LANES)]
+        parts = [e.load(e.at(here, e.lanes * i, "f32"), e.floats) for i in range(GROUP // e.lanes)]
         # Sizes compare as integers as they do as floats, but for a NaN, which is then the largest and so never lost.
         sizes = [e.cast("bitcast", e.math("absf", part), "i32") for part in parts]
-        largest = e.reduce(e.max, e.max(e.max(sizes[0], sizes[1]), e.max(sizes[2], sizes[3])))
+        largest = e.reduce(e.max, e.tree(e.max, sizes))
         scale = e.div(e.cast("bitcast", largest, "f32"), 127.0)
         e.store(scale, e.at(scales, loop.index, "f32"))
         # Every |x| ≤ 127 * 2^-149 has a code of 0 when the scale rounds to 0: dividing by 1 instead yields that.
         divisor = e.splat(e.select(e.compare("oeq", scale, 0.0), 1.0, scale))
         rounded = [_code(e, e.div(part, divisor)) for part in parts]
         for i, part in enumerate(rounded):
-            e.store(e.cast("trunci", part, "i8"), e.at(e.at(codes, first), LANES * i))
+            e.store(e.cast("trunci", part, "i8"), e.at(e.at(codes, first), e.lanes * i))
         for i in range(2):
-            total = e.reduce(e.add, e.add(rounded[2 * i], rounded[2 * i + 1]))
+            half = len(rounded) // 2
+            total = e.reduce(e.add, e.tree(e.add, rounded[half * i : half * (i + 1)]))
             e.store(e.mul(e.cast("sitofp", total, "f32"), scale),
                     e.at(e.at(sums, e.shl(loop.index, 1), "f32"), i, "f32"))
     return e.text(symbol)

@@ -1,6 +1,6 @@
 """The floor's operators that combine elements: reduce and dot_general. Right in every case, fast in none.
 
-Each result element is one thread's, summed in one fixed order: eight lanes over the columns where these are
+Each result element is one thread's, summed in one fixed order: a register's lanes over the columns where these are
 contiguous, then a tree over the lanes; else one element after the other.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
-from adaptc.backends.cpu.kernels.base import LANES, Emitter, Family, Value, vec
+from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
 from adaptc.backends.cpu.kernels.elementwise import dense, describe, product, split
 from adaptc.backends.cpu.kernels.move import strides_of
+from adaptc.backends.cpu.levels import Level
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection
 
 COMBINE: dict[str, tuple[Callable[[Emitter, Value, Value], Value], dict[str, float]]] = {
@@ -36,8 +37,8 @@ def _picked(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
     return [values[i] for i in places]
 
 
-def emit_reduce(params: Mapping[str, Any], symbol: str) -> str:
-    e = Emitter()
+def emit_reduce(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+    e = Emitter(level)
     shape, axes, kind, dtype = (params[k] for k in ("shape", "axes", "kind", "dtype"))
     combine, starts = COMBINE[kind]
     source, out = e.buffer(0), e.buffer(1)
@@ -51,10 +52,10 @@ def emit_reduce(params: Mapping[str, Any], symbol: str) -> str:
         first = split(e, number.index, _picked(sizes, kept))
         base = e.at(source, _offset(e, first, _picked(strides, kept)), dtype)
         if contiguous:
-            wide = vec(LANES, dtype)
+            wide = vec(e.lanes, dtype)
             start = e.const(starts[dtype], wide)
-            whole = e.sub(count, e.rem(count, LANES))
-            with e.loop(0, whole, LANES, [start]) as column:
+            whole = e.sub(count, e.rem(count, e.lanes))
+            with e.loop(0, whole, e.lanes, [start]) as column:
                 column.end(combine(e, column.args[0], e.load(e.at(base, column.index, dtype), wide)))
             mask = e.mask(e.sub(count, whole))
             last = e.select(mask, e.load_masked(e.at(base, whole, dtype), mask, wide), start)
@@ -85,9 +86,9 @@ def select_reduce(spec: OpSpec) -> Selection | None:
     return Selection((KernelUse(kernel, ("operand:0", "result:0")),))
 
 
-def emit_dot(params: Mapping[str, Any], symbol: str) -> str:
+def emit_dot(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     """result[batch, rest of x, rest of y] = Σ over the contracted axis."""
-    e = Emitter()
+    e = Emitter(level)
     x, y, out = (e.buffer(i) for i in range(3))
     shapes, batch = (params["x"], params["y"]), params["batch"]
     contracted = (params["contract_x"], params["contract_y"])
@@ -107,9 +108,9 @@ def emit_dot(params: Mapping[str, Any], symbol: str) -> str:
             for pointer, own, step, axes in zip((x, y), (first, second), strides, free)
         ]
         if together:
-            wide = vec(LANES, "f32")
-            whole = e.sub(length, e.rem(length, LANES))
-            with e.loop(0, whole, LANES, [e.const(0.0, wide)]) as k:
+            wide = vec(e.lanes, "f32")
+            whole = e.sub(length, e.rem(length, e.lanes))
+            with e.loop(0, whole, e.lanes, [e.const(0.0, wide)]) as k:
                 a, b = (e.load(e.at(r, k.index, "f32"), wide) for r in rows)
                 k.end(e.fma(a, b, k.args[0]))
             mask = e.mask(e.sub(length, whole))

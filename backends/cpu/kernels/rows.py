@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from adaptc.backends.cpu.kernels.base import F32X8, LANES, Emitter, Family, Value, vec
+from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
 from adaptc.backends.cpu.kernels.elementwise import STORED, dense, describe, product
+from adaptc.backends.cpu.levels import Level
 from adaptc.plan import DTYPE_BYTES
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection
 
 
-def emit_rope(params: Mapping[str, Any], symbol: str) -> str:
+def emit_rope(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     """x·cos + rotate_half(x)·sin; columns i and i + D/2 together, so the result may overwrite x."""
-    e = Emitter()
+    e = Emitter(level)
     heads, width = params["heads"], params["width"]
     half = width // 2
     x, cosines, sines, out = (e.buffer(i) for i in range(4))
     low, high = e.share(e.mul(e.size(params["tokens"]), heads))
-    whole, tail = half - half % LANES, half % LANES
+    whole, tail = half - half % e.lanes, half % e.lanes
     rest = e.mask(e.const(tail, "i64"))
     with e.loop(low, high) as unit:
         row = e.mul(unit.index, width)
@@ -26,9 +27,9 @@ def emit_rope(params: Mapping[str, Any], symbol: str) -> str:
         starts = [e.at(p, o, "f32") for p, o in ((x, row), (cosines, angle), (sines, angle), (out, row))]
 
         def read(place: Value, mask: Value | None) -> Value:
-            return e.load(place, F32X8) if mask is None else e.load_masked(place, mask, F32X8)
+            return e.load(place, e.floats) if mask is None else e.load_masked(place, mask, e.floats)
 
-        def eight(column: Value | int, mask: Value | None = None) -> None:
+        def piece(column: Value | int, mask: Value | None = None) -> None:
             places = [e.at(p, column, "f32") for p in starts]
             both = [(p, e.at(p, half, "f32")) for p in places]
             (a, b), (cos_a, cos_b), (sin_a, sin_b) = ([read(p, mask) for p in pair] for pair in both[:3])
@@ -36,10 +37,10 @@ def emit_rope(params: Mapping[str, Any], symbol: str) -> str:
             for value, place in zip(turned, both[3]):
                 e.store(value, place) if mask is None else e.store_masked(value, place, mask)
 
-        with e.loop(0, whole, LANES) as column:
-            eight(column.index)
+        with e.loop(0, whole, e.lanes) as column:
+            piece(column.index)
         if tail:
-            eight(whole, rest)
+            piece(whole, rest)
     return e.text(symbol)
 
 
@@ -57,13 +58,13 @@ def select_rope(spec: OpSpec) -> Selection | None:
     return Selection((KernelUse(kernel, ("operand:0", "operand:1", "operand:2", "result:0")),))
 
 
-def emit_gather(params: Mapping[str, Any], symbol: str) -> str:
+def emit_gather(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     """Row ``rows[i]`` of x becomes row i, for i over all of ``rows``, whatever its shape."""
-    e = Emitter()
+    e = Emitter(level)
     x, rows, out = (e.buffer(i) for i in range(3))
     kind, columns = STORED[params["dtype"]], product(e, params["row"])
     low, high = e.share(product(e, params["rows"]))
-    lanes = LANES * 4 // DTYPE_BYTES[params["dtype"]]
+    lanes = e.lanes * 4 // DTYPE_BYTES[params["dtype"]]
     with e.loop(low, high) as number:
         row = e.load(e.at(rows, number.index, params["index"]), params["index"])
         row = row if row.type == "i64" else e.cast("extsi", row, "i64")
@@ -72,8 +73,9 @@ def emit_gather(params: Mapping[str, Any], symbol: str) -> str:
     return e.text(symbol)
 
 
-def copy(e: Emitter, source: Value, target: Value, count: Value, kind: str, lanes: int = LANES) -> None:
+def copy(e: Emitter, source: Value, target: Value, count: Value, kind: str, lanes: int = 0) -> None:
     """Copies ``count`` consecutive elements by vectors, the last few one by one."""
+    lanes = lanes or e.lanes
     whole = e.sub(count, e.rem(count, lanes))
     with e.loop(0, whole, lanes) as i:
         e.store(e.load(e.at(source, i.index, kind), vec(lanes, kind)), e.at(target, i.index, kind))

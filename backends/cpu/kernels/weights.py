@@ -1,4 +1,6 @@
-"""How kernels read packed weights (layout: ``adaptc.backends.cpu.packing``), 8 rows × 32 columns at a time.
+"""How kernels read packed weights (layout: ``adaptc.backends.cpu.packing``): as many rows as a vector of the level has
+lanes × 32 columns at a time. The bytes are the same for every level; a *unit* of rows is half a block of 8 rows, a
+block, or two blocks that lie apart.
 
 Everything here exists once for all formats: codes by how many bits they have, scales by their levels.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from adaptc.backends.cpu.kernels.base import I8X32, I32X8, Emitter, Value, vec
+from adaptc.backends.cpu.kernels.base import Emitter, Value, vec
 from adaptc.backends.cpu.packing import (
     BLOCK,
     SPAN,
@@ -22,8 +24,37 @@ from adaptc.formats import WeightFormat
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Where the rows of a unit lie in a stream: a pointer for each block of 8, and the first row in it if they aren't
+    all of it."""
+
+    blocks: tuple[Value, ...]
+    first: Value | None = None
+
+    def at(self, e: Emitter, offset: Value | int, unit: str = "i8") -> Rows:
+        """Both pointers moved, as by ``Emitter.at``."""
+        return Rows(tuple(e.at(pointer, offset, unit) for pointer in self.blocks), self.first)
+
+    def load(self, e: Emitter, kind: str) -> Value:
+        """One element of type ``kind`` a row; those of a block lie together."""
+        return self._joined(e, kind, lambda pointer, count: e.load(pointer, vec(count, kind)))
+
+    def load_floats(self, e: Emitter, kind: str) -> Value:
+        """One f32, f16 or bf16 number a row, as f32."""
+        stored = "f32" if kind == "f32" else "i16"
+        return self._joined(e, stored, lambda pointer, count: e.load_floats(pointer, kind, count))
+
+    def _joined(self, e: Emitter, kind: str, load: Callable[[Value, int], Value]) -> Value:
+        if self.first is not None:
+            (pointer,) = self.blocks
+            return load(e.at(pointer, self.first, kind), e.lanes)
+        parts = [load(pointer, BLOCK) for pointer in self.blocks]
+        return parts[0] if len(parts) == 1 else e.shuffle(*parts, range(2 * BLOCK))
+
+
+@dataclass(frozen=True)
 class Group:
-    """Columns of a span that share a scale: scale f32[8] (one a row) and, if any, what is added to each value."""
+    """Columns of a span that share a scale: scale f32[lanes] (one a row) and, if any, what is added to each value."""
 
     scale: Value
     minimum: Value | None = None
@@ -43,6 +74,25 @@ class Packed:
     def of(e: Emitter, format: WeightFormat, n: int, k: int, pointer: Value) -> Packed:
         return Packed(format, n, k, pointer, e.at(pointer, blocks(n) * code_block_bytes(format, k)))
 
+    def units(self, e: Emitter) -> int:
+        """How many vectors its rows fill."""
+        return -(-self.n // e.lanes)
+
+    def unit(self, e: Emitter, index: Value) -> tuple[Rows, Rows]:
+        """The codes and the scales of rows index·lanes and on."""
+        if e.lanes < BLOCK:
+            per = BLOCK // e.lanes
+            codes, scales = self.block(e, e.div(index, per))
+            first = e.mul(e.rem(index, per), e.lanes)
+            return Rows((codes,), first), Rows((scales,), first)
+        count = e.lanes // BLOCK
+        if count == 1:
+            numbers = [index]
+        else:  # beyond the last block the last one is read again, and nobody stores what comes of it
+            numbers = [e.min(e.add(e.mul(index, count), i), blocks(self.n) - 1) for i in range(count)]
+        codes, scales = zip(*(self.block(e, number) for number in numbers))
+        return Rows(codes), Rows(scales)
+
     def block(self, e: Emitter, index: Value) -> tuple[Value, Value]:
         """Pointers to the codes and the scales of row block ``index``."""
         return (
@@ -51,23 +101,22 @@ class Packed:
         )
 
 
-Body = Callable[[Value, Value, Sequence[Group], Sequence[Value]], Sequence[Value]]
-"""(first column, pointer to the span's codes, its groups in column order, carried values) → next carried values."""
+Body = Callable[[Value, Rows, Sequence[Group], Sequence[Value]], Sequence[Value]]
+"""(first column, where the span's codes lie, its groups in column order, carried values) → next carried values."""
 
 
-def walk(e: Emitter, weight: Packed, codes: Value, scales: Value, init: Sequence[Value],
-         body: Body) -> tuple[Value, ...]:
-    """Runs ``body`` for every 32 columns of a row block of an integer format, in ascending order."""
+def walk(e: Emitter, weight: Packed, codes: Rows, scales: Rows, init: Sequence[Value], body: Body) -> tuple[Value, ...]:
+    """Runs ``body`` for every 32 columns of a unit of rows of an integer format, in ascending order."""
     format, k = weight.format, weight.k
     per_super = format.superblock // SPAN
     code_bytes, scale_bytes = code_layout(format).vectors * 32, scale_layout(format).bytes
     inner = _LEVELS[format.scale]
     with e.loop(0, k // format.superblock, init=init) as outer:
-        here = e.at(scales, e.mul(outer.index, scale_bytes))
+        here = scales.at(e, e.mul(outer.index, scale_bytes))
         first = e.mul(outer.index, per_super)
 
         def run(span: Value, groups: Sequence[Group], carried: Sequence[Value]) -> Sequence[Value]:
-            return body(e.mul(span, SPAN), e.at(codes, e.mul(span, code_bytes)), groups, carried)
+            return body(e.mul(span, SPAN), codes.at(e, e.mul(span, code_bytes)), groups, carried)
 
         outer.end(*inner(e, format, here, first, outer.args, run))
     return outer.results
@@ -80,8 +129,8 @@ def _one_level(e, format, here, first, carried, run):
 def _six_bits(e, format, here, first, carried, run):
     scale1, min1 = _halves(e, format, here)
     with e.loop(0, format.superblock // SPAN, init=carried) as loop:
-        triple = e.at(here, e.add(e.mul(e.shr(loop.index, 1), 24), 32))
-        s, m, low = (e.cast("extui", e.load(e.at(triple, 8 * i), vec(8, "i8")), "i32") for i in range(3))
+        triple = here.at(e, e.add(e.mul(e.shr(loop.index, 1), 24), 32))
+        s, m, low = (e.cast("extui", triple.at(e, 8 * i).load(e, "i8"), "i32") for i in range(3))
         odd = e.compare("ne", e.and_(loop.index, 1), 0)
         scale0 = e.select(odd, _joined(e, e.and_(low, 15), s), e.and_(s, 63))
         min0 = e.select(odd, _joined(e, e.shr(low, 4), m), e.and_(m, 63))
@@ -98,9 +147,9 @@ def _joined(e: Emitter, low: Value, top: Value) -> Value:
 def _eight_bits(e, format, here, first, carried, run):
     (scale1,) = _halves(e, format, here)
     with e.loop(0, format.superblock // SPAN, init=carried) as loop:
-        at = e.at(here, e.add(e.mul(loop.index, 16), 16))
+        at = here.at(e, e.add(e.mul(loop.index, 16), 16))
         groups = [
-            Group(e.mul(e.cast("sitofp", e.cast("extsi", e.load(e.at(at, 8 * i), vec(8, "i8")), "i32"), "f32"), scale1))
+            Group(e.mul(e.cast("sitofp", e.cast("extsi", at.at(e, 8 * i).load(e, "i8"), "i32"), "f32"), scale1))
             for i in range(2)
         ]
         loop.end(*run(e.add(first, loop.index), groups, loop.args))
@@ -110,37 +159,37 @@ def _eight_bits(e, format, here, first, carried, run):
 _LEVELS = {("f16",): _one_level, ("u6", "f16"): _six_bits, ("i8", "f16"): _eight_bits}
 
 
-def _halves(e: Emitter, format: WeightFormat, here: Value) -> list[Value]:
+def _halves(e: Emitter, format: WeightFormat, here: Rows) -> list[Value]:
     """The f16 levels at ``here``: scale and, if the format has one, minimum with its sign."""
-    scale = e.load_floats(here, "f16")
+    scale = here.load_floats(e, "f16")
     if not format.minimum:
         return [scale]
-    minimum = e.load_floats(e.at(here, 16), "f16")
+    minimum = here.at(e, 16).load_floats(e, "f16")
     return [scale, minimum if format.min_sign > 0 else e.neg(minimum)]
 
 
 # --- codes of a span --------------------------------------------------------------------------------------------------
 
-def quads(e: Emitter, format: WeightFormat, codes: Value, which: Sequence[int]) -> Iterator[tuple[int, Value]]:
-    """(j, bytes [8 rows × 4 columns] of quad j as vector<32xi8>) for the quads asked for: codes as stored (before
+def quads(e: Emitter, format: WeightFormat, codes: Rows, which: Sequence[int]) -> Iterator[tuple[int, Value]]:
+    """(j, bytes [rows × 4 columns] of quad j) for the quads asked for: codes as stored (before
     zero is subtracted)."""
     for j in which:
-        yield j, e.cast("bitcast", _QUAD[format.codes](e, codes, j), I8X32)
+        yield j, e.cast("bitcast", _QUAD[format.codes](e, codes, j), e.bytes)
 
 
-def _words(e: Emitter, codes: Value, vector: int) -> Value:
-    return e.load(e.at(codes, 32 * vector), I32X8)
+def _words(e: Emitter, codes: Rows, vector: int) -> Value:
+    return codes.at(e, 32 * vector).load(e, "i32")
 
 
-def _u4(e: Emitter, codes: Value, j: int) -> Value:
+def _u4(e: Emitter, codes: Rows, j: int) -> Value:
     return e.and_(_shift(e, _words(e, codes, j // 2), -4 * (j % 2)), 0x0F0F0F0F)
 
 
-def _u5(e: Emitter, codes: Value, j: int) -> Value:
+def _u5(e: Emitter, codes: Rows, j: int) -> Value:
     return e.or_(_u4(e, codes, j), e.and_(_shift(e, _words(e, codes, 4), 4 - j), 0x10101010))
 
 
-def _u6(e: Emitter, codes: Value, j: int) -> Value:
+def _u6(e: Emitter, codes: Rows, j: int) -> Value:
     return e.or_(_u4(e, codes, j), e.and_(_shift(e, _words(e, codes, 4 + j // 4), 4 - 2 * (j % 4)), 0x30303030))
 
 
@@ -152,35 +201,35 @@ def _shift(e: Emitter, words: Value, left: int) -> Value:
 _QUAD = {"i8": _words, "u4": _u4, "u5": _u5, "u6": _u6}
 
 
-def columns(e: Emitter, format: WeightFormat, codes: Value, which: Sequence[int]) -> Iterator[tuple[int, Value]]:
-    """(column of the span, code - zero of 8 rows as f32) for the columns of the quads asked for, in order."""
+def columns(e: Emitter, format: WeightFormat, codes: Rows, which: Sequence[int]) -> Iterator[tuple[int, Value]]:
+    """(column of the span, code - zero of the rows as f32) for the columns of the quads asked for, in order."""
     reader = _NUMBERS.get((format.codes, format.zero), _bytes)
     for j in which:
         for i, number in enumerate(reader(e, format, codes, j)):
             yield 4 * j + i, e.cast("sitofp", number, "f32")
 
 
-def _nibbles(e: Emitter, format: WeightFormat, codes: Value, j: int) -> Iterator[Value]:
+def _nibbles(e: Emitter, format: WeightFormat, codes: Rows, j: int) -> Iterator[Value]:
     words = _words(e, codes, j // 2)
     for i in range(4):
         yield e.and_(_shift(e, words, -(8 * i + 4 * (j % 2))), 15)
 
 
-def _centred_nibbles(e: Emitter, format: WeightFormat, codes: Value, j: int) -> Iterator[Value]:
+def _centred_nibbles(e: Emitter, format: WeightFormat, codes: Rows, j: int) -> Iterator[Value]:
     """Zero 8: flipping the top bit of a nibble makes it the two's complement of code - 8."""
     words = e.xor(_words(e, codes, j // 2), -0x77777778)
     for i in range(4):
         yield e.sar(_shift(e, words, 28 - (8 * i + 4 * (j % 2))), 28)
 
 
-def _bytes(e: Emitter, format: WeightFormat, codes: Value, j: int) -> Iterator[Value]:
+def _bytes(e: Emitter, format: WeightFormat, codes: Rows, j: int) -> Iterator[Value]:
     words = _QUAD[format.codes](e, codes, j)
     if not (format.zero or format.codes == "i8"):
         for i in range(4):
             yield e.and_(_shift(e, words, -8 * i), 255)
         return
     if format.zero:
-        words = e.cast("bitcast", e.sub(e.cast("bitcast", words, I8X32), format.zero), I32X8)
+        words = e.cast("bitcast", e.sub(e.cast("bitcast", words, e.bytes), format.zero), e.words)
     for i in range(4):
         yield e.sar(_shift(e, words, 24 - 8 * i), 24)
 
@@ -188,9 +237,9 @@ def _bytes(e: Emitter, format: WeightFormat, codes: Value, j: int) -> Iterator[V
 _NUMBERS = {("u4", 0): _nibbles, ("u4", 8): _centred_nibbles}
 
 
-def float_columns(e: Emitter, weight: Packed, codes: Value, first: Value, count: int) -> Iterator[tuple[int, Value]]:
-    """(i, column ``first`` + i of 8 rows as f32) of a weight in a float format; ``codes`` points to its row block."""
+def float_columns(e: Emitter, weight: Packed, codes: Rows, first: Value, count: int) -> Iterator[tuple[int, Value]]:
+    """(i, column ``first`` + i of the unit's rows as f32) of a weight in a float format."""
     unit = "f32" if weight.format.codes == "f32" else "i16"
-    here = e.at(codes, e.mul(first, BLOCK), unit)
+    here = codes.at(e, e.mul(first, BLOCK), unit)
     for i in range(count):
-        yield i, e.load_floats(e.at(here, BLOCK * i, unit), weight.format.codes)
+        yield i, here.at(e, BLOCK * i, unit).load_floats(e, weight.format.codes)

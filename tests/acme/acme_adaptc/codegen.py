@@ -19,6 +19,12 @@ class AcmeCodegen:
     symbols = ("T", "R", "S")
     tile = "rows"
 
+    def level(self, name: str) -> str:
+        return "gen1" if name == "native" else name
+
+    def check_level(self, level: str) -> None:
+        pass
+
     def requirements(self, level: str) -> Mapping[str, str]:
         return {"device": f"acme {level}"}
 
