@@ -113,6 +113,9 @@ class Codegen(Protocol):
     def pack(self, format: WeightFormat, shape: tuple[int, int], codes: Mapping[str, Any]) -> bytes:
         """A weight in this backend's layout from its unpacked codes (see ``formats``), losing nothing."""
 
+    def unpack(self, format: WeightFormat, shape: tuple[int, int], data: Any) -> Mapping[str, Any]:
+        """The codes that ``pack`` was given, bit for bit, from the bytes that it made."""
+
 
 class Executable(Protocol):
     """A plan made runnable in this process."""
@@ -148,3 +151,7 @@ class Launcher(Protocol):
     def load(self, plan: Plan, objects: Mapping[str, bytes], weights: Mapping[str, memoryview], *,
              threads: int, pages: Mapping[str, int]) -> Executable:
         """Maps kernels, weights (packed bytes by name) and page pools (``pages``: number of pages by group)."""
+
+    def library(self, objects: Mapping[str, bytes]):
+        """The objects' kernels for tools: ``call(symbol, arrays, symbols, tid, n)`` runs one thread's share of one
+        kernel over numpy arrays that start at multiples of 64 bytes, in place."""
