@@ -17,14 +17,14 @@ import numpy as np
 
 from adaptc.backends.reference.interpreter import Reference
 from adaptc.errors import LegalityError
-from adaptc.ir import dialect
 from adaptc.ir.build import attrs_of, short_name
 from adaptc.ir.module import spec_of
 from adaptc.ops.elementwise import NUMPY
 from adaptc.ops.table import row
 from adaptc.runtime.engine import Engine, group_pages
 from adaptc.verify import tolerances
-from adaptc.verify.meaning import Recorder, compare_meanings
+from adaptc.verify.meaning import Recorder, Standing, compare_meanings
+from adaptc.verify.owners import Disagrees, Owners
 from adaptc.verify.report import Depth, Finding, Level
 from adaptc.verify.subject import Subject
 
@@ -52,8 +52,8 @@ def check(subject: Subject, tokens: Sequence[int], progress: Callable) -> tuple[
     whole = sequence[: subject.plan.max_step_tokens]
     recorder.score(whole)
     progress("captured", 1, 1)
-    compare_meanings(subject, recorder, whole, level)
-    depths = _depths(subject, recorder, whole, level)
+    standing = compare_meanings(subject, recorder, whole, level)
+    depths = _depths(subject, recorder, standing, whole, level)
     if long:
         level.left_out.append(f"windows of {', '.join(map(str, sorted(set(long))))} tokens aren't crossed here; the "
                               "operator level and the equivalences cross them")
@@ -80,10 +80,6 @@ def _contracts(subject: Subject, level: Level) -> None:
 
 
 # ---- 1: the plan against the laid-out program ------------------------------------------------------------------
-
-
-class Disagrees(Exception):
-    """The plan can't be walked beside the program."""
 
 
 class PlanWalk(Reference):
@@ -148,68 +144,30 @@ def _values(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class Watched:
-    """An executable for the engine that evaluates the program beside every step.
-
-    ``promised`` are the requests' tokens in the order in which they were added. Which request a row of a step belongs
-    to is found by what it must be: the next tokens of one of them, at the next positions. The engine's own tables are
-    not asked.
-    """
+    """An executable for the engine that evaluates the program beside every step."""
 
     def __init__(self, executable, walk: PlanWalk, level: Level):
         self.executable, self.walk, self.level = executable, walk, level
-        self.promised: list[list[int]] = []
-        self.open: list[bool] = []
-        self.done: list[int] = []
+        self.owners = Owners()
         self.steps = 0
 
     def __getattr__(self, name: str):
         return getattr(self.executable, name)
 
-    def promise(self, tokens: Sequence[int], *, more: bool) -> None:
-        """A request; ``more``: the engine appends tokens of its own choice."""
-        self.promised.append(list(tokens))
-        self.open.append(more)
-        self.done.append(0)
-
     def run(self, symbols, **options):
-        t, s = symbols["T"], symbols["S"]
         role = lambda name, n: np.array(self.executable.inputs(name)[:n])  # noqa: E731
-        tokens, positions, rows = role("tokens", t), role("positions", t), role("requests", t)
-        owners = self._owners(tokens, positions, rows)
+        tokens, positions, rows = (role(name, symbols["T"]) for name in ("tokens", "positions", "requests"))
+        requests, right = self.owners.of(tokens, positions, rows)
+        wrong = np.flatnonzero(positions != right)
+        if len(wrong):
+            first = wrong[0]
+            self.level.findings.append(Finding(
+                f"the run time feeds position {positions[first]} where request {requests[first]} goes on at "
+                f"{right[first]}", "run time: the step's positions", self.walk.operators[0].source))
         self.walk.begin(symbols)
-        self.walk.step(tokens, owners[1], owners[0], role("sampled", s))
+        self.walk.step(tokens, right, requests, role("sampled", symbols["S"]))
         self.executable.run(symbols, **options)
         self.steps += 1
-
-    def _owners(self, tokens, positions, rows) -> tuple[np.ndarray, np.ndarray]:
-        """(request, position) that each token must have."""
-        requests, right = np.empty(len(tokens), np.int64), np.empty(len(tokens), np.int64)
-        for r in dict.fromkeys(rows.tolist()):
-            mine = np.flatnonzero(rows == r)
-            request = next((q for q in range(len(self.promised)) if q not in requests[: mine[0]]
-                            and self._continues(q, tokens[mine], positions[mine])), None)
-            if request is None:
-                request = next((q for q in range(len(self.promised)) if q not in requests[: mine[0]]
-                                and self._continues(q, tokens[mine], None)), None)
-                if request is None:
-                    raise Disagrees(f"the run time feeds tokens {tokens[mine][:8].tolist()} at positions "
-                                    f"{positions[mine][:8].tolist()}, which continue none of the requests")
-                first = self.walk.operators[0]
-                self.level.findings.append(Finding(
-                    f"the run time feeds positions {positions[mine][:4].tolist()} … where request {request} goes on at "
-                    f"{self.done[request]}", "run time: the step's positions", first.source))
-            start, count = self.done[request], len(mine)
-            self.promised[request][start : start + count] = tokens[mine].tolist()
-            requests[mine], right[mine] = request, start + np.arange(count)
-            self.done[request] += count
-        return requests, right
-
-    def _continues(self, q: int, tokens: np.ndarray, positions: np.ndarray | None) -> bool:
-        start, end = self.done[q], self.done[q] + len(tokens)
-        if positions is not None and positions.tolist() != list(range(start, end)):
-            return False
-        known = self.promised[q][start:end]
-        return known == tokens[: len(known)].tolist() and (len(known) == len(tokens) or self.open[q])
 
 
 def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, progress: Callable) -> None:
@@ -228,10 +186,10 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
         joined = min(s.max for s in plan.symbols) > 1
 
         def add(tokens, max_tokens):
-            watched.promise(tokens, more=True)
+            watched.owners.promise(tokens, more=True)
             return engine.add(tokens, max_tokens=max_tokens)
 
-        watched.promise(sequence, more=False)
+        watched.owners.promise(sequence, more=False)
         engine.score(sequence, logits, start=len(sequence) - 1, chunk=chunk)
         total = 7
         _step(engine, watched, progress, total)
@@ -272,59 +230,28 @@ def _drain(engine: Engine, watched: Watched, progress: Callable, total: int) -> 
 # ---- 3: error by depth -----------------------------------------------------------------------------------------
 
 
-class _Ends(Reference):
-    """The laid-out program, run for which operator's output each call of a body ends in."""
-
-    def __init__(self, subject: Subject):
-        super().__init__(subject.laid_out, subject.values)
-        self.count = 0
-        self.origin: dict[int, tuple[int, int]] = {}
-        self.kept: list = []
-        self.ends: list[list[tuple[int, int] | None]] = []
-
-    def operator(self, op, source, operands):
-        results = super().operator(op, source, operands)
-        aliases = row(short_name(op)).aliases
-        for i, result in enumerate(results):
-            self.kept.append(result)
-            found = self.origin.get(id(operands[0])) if aliases else (self.count, i)
-            if found is not None:
-                self.origin[id(result)] = found
-        self.count += 0 if aliases else 1
-        return results
-
-    def called(self, source, results):
-        self.ends.append([self.origin.get(id(r)) for r in results])
-        return results
-
-
-def _depths(subject: Subject, recorder: Recorder, tokens: list[int], level: Level) -> list[Depth]:
+def _depths(subject: Subject, recorder: Recorder, standing: Standing, tokens: list[int], level: Level) -> list[Depth]:
     """The artifact's layer outputs and logits against the captured program's, all in one step."""
     plan, kind = subject.plan, tolerances.kind_of(subject.artifact.manifest["options"])
     worst, least = tolerances.LAYERS[kind]
-    ends = _Ends(subject)
-    ends.score(tokens[:1])
-    if len(ends.ends) != len(recorder.calls):
-        level.left_out.append(f"error by depth: the captured program calls {len(recorder.calls)} bodies, the laid-out "
-                              f"one {len(ends.ends)}")
-        return []
+    layers = recorder.layers()
     pages = {g.name: group_pages(plan, g, len(tokens)) + SPARE_PAGES for g in plan.groups}
     executable = subject.load(THREADS, pages)
     depths = []
     try:
         symbols = _one_step(executable, plan, tokens)
         operators = plan.operators()
-        for depth, (found, call) in enumerate(zip(ends.ends, recorder.calls)):
-            pair = _first_pair(found, call.outputs)
-            if pair is None or pair[0][0] >= len(operators):
+        for depth, (layer, wanted) in enumerate(layers.items()):
+            place = next((p for p, rows in reversed(standing) if rows is wanted or np.array_equal(rows, wanted)), None)
+            if place is None or place[0] >= len(operators):
                 continue
-            (index, output), wanted = pair
+            index, output = place
             executable.run(symbols, stop_after=index)
             got = executable.read(operators[index].outputs[output], symbols)
-            depths.append(_depth(depth, call.source, got.reshape(len(tokens), -1), wanted))
+            depths.append(_depth(depth, layer, got.reshape(len(tokens), -1), wanted))
         executable.run(symbols)
         logits = executable.read(plan.outputs["logits"], symbols)
-        depths.append(_depth(len(recorder.calls), "", logits, recorder.logits[-logits.shape[0] :]))
+        depths.append(_depth(len(layers), "", logits, recorder.logits[-logits.shape[0] :]))
     finally:
         executable.close()
     for d in depths:
@@ -333,13 +260,9 @@ def _depths(subject: Subject, recorder: Recorder, tokens: list[int], level: Leve
                 f"running freely, the artifact's values differ from the captured program's (cosine {d.cosine:.6f})",
                 f"layer {d.depth}" if d.module else "logits", d.module, d.error, worst))
             break
-    level.covered.append(f"outputs of {len(depths)} layers on {len(tokens)} tokens against the captured program "
+    level.covered.append(f"outputs of {len(depths) - 1} of {len(layers)} layers and the logits on {len(tokens)} tokens against the captured program "
                          f"(allowed: relative error {worst:g}, cosine {least:g}, for {kind} values)")
     return depths
-
-
-def _first_pair(found, outputs):
-    return next(((f, o) for f, o in zip(found, outputs) if f is not None and o is not None), None)
 
 
 def _depth(depth: int, module: str, got: np.ndarray, wanted: np.ndarray, against: str = "captured") -> Depth:

@@ -59,6 +59,13 @@ def _token_axis(spec: TensorSpec) -> int | None:
     return axes[0] if len(axes) == 1 else None
 
 
+def layer_of(source: str) -> str:
+    """The layer that a module belongs to: its path up to the first number; "" when there is none."""
+    parts = source.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else ""
+
+
 def from_rows(rows: np.ndarray, like: np.ndarray, spec: TensorSpec) -> np.ndarray:
     """``by_token`` undone."""
     axis = _token_axis(spec)
@@ -75,6 +82,11 @@ class Recorder(Reference):
         self.tail: list[Value] = []
         self.logits: np.ndarray | None = None
         self.kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def layers(self) -> dict[str, np.ndarray]:
+        """Layer → rows of its output, its last value, in program order."""
+        values = [v for call in self.calls for v in call.values] + self.tail
+        return {layer: v.rows for v in values if (layer := layer_of(v.source))}
 
     def score(self, tokens, **options) -> np.ndarray:
         self.logits = super().score(tokens, **options)
@@ -120,6 +132,9 @@ class _Paired(Reference):
         self.worst = 0.0
         self.blamed: dict[int, tuple[float, float, str]] = {}
         self.alone: list[int] = []
+        self.makers: dict[int, tuple[int, int]] = {}
+        self.standing: list[tuple[tuple[int, int], np.ndarray]] = []
+        """((laid-out operator, result), the captured rows that it stands for), for every pair and layer output."""
 
     def candidates(self) -> list[Value]:
         """Values that may be meant where the program is: of this call, and of @step before the first."""
@@ -142,6 +157,8 @@ class _Paired(Reference):
             made = tuple(results)
             for array in made:
                 self.marks[id(array)] = (array, mark)
+                if id(operands[0]) in self.makers:
+                    self.makers[id(array)] = self.makers[id(operands[0])]
             if operator.aliases:
                 return made
         index = len(self.names)
@@ -150,14 +167,19 @@ class _Paired(Reference):
         coded = any(r.dtype in ("i8", "u8") for r in spec.results)
         if coded:
             bound = max(bound, tolerances.QUANTIZED)
-        return tuple(self.pair(index, array, kind, heads, bound, coded) for array, kind in zip(results, spec.results))
+        made = []
+        for i, (array, kind) in enumerate(zip(results, spec.results)):
+            made.append(self.pair((index, i), array, kind, heads, bound, coded))
+            self.makers[id(made[-1])] = (index, i)
+        return tuple(made)
 
     @staticmethod
     def state_bound(spec) -> float:
         return max((tolerances.STATE[o.dtype] for o in spec.operands if isinstance(o, StateSpec)), default=0.0)
 
-    def pair(self, index: int, array, kind: TensorSpec, heads, bound: float, coded: bool):
+    def pair(self, place: tuple[int, int], array, kind: TensorSpec, heads, bound: float, coded: bool):
         """The value to go on with: the captured one when there is a pair."""
+        index, _ = place
         rows = by_token(array, kind) if array.dtype.kind == "f" and not coded else None
         if rows is None:  # codes, or values that depend on weights alone: who reads them is compared
             self.marks[id(array)] = (array, _Mark(heads, bound))
@@ -169,6 +191,7 @@ class _Paired(Reference):
             return array
         error, value = found
         self.pairs += 1
+        self.standing.append((place, value.rows))
         self.judge(index, heads, error, bound, f"{value.op} in {value.source}")
         made = from_rows(value.rows, array, kind).astype(array.dtype, copy=False)
         self.marks[id(made)] = (made, _Mark())
@@ -213,17 +236,21 @@ class _Paired(Reference):
             if mark.heads:
                 last = len(self.names) - 1
                 self.judge(last, mark.heads, tolerances.relative(ours, rows), mark.bound, f"the output of {source}")
+            if id(array) in self.makers:
+                self.standing.append((self.makers[id(array)], rows))
             theirs = rows.reshape(array.shape).astype(array.dtype, copy=False)
             self.marks[id(theirs)] = (theirs, _Mark())
             made.append(theirs)
         return made
 
 
-def compare_meanings(subject: Subject, recorder: Recorder, tokens: list[int], level: Level) -> None:
-    """Adds findings to ``level``: laid-out operators that give other values than the captured program."""
-    paired = _Paired(subject, recorder)
-    from adaptc.ir.module import callee  # noqa: F401 - documents what calls are
+Standing = list[tuple[tuple[int, int], np.ndarray]]
 
+
+def compare_meanings(subject: Subject, recorder: Recorder, tokens: list[int], level: Level) -> Standing:
+    """Adds findings to ``level``: laid-out operators that give other values than the captured program. Returns which
+    laid-out result ((operator, result index)) stands for which captured rows."""
+    paired = _Paired(subject, recorder)
     calls = len(paired.program.calls())
     paired.aligned = calls == len(recorder.calls) and all(
         len(call.operation.results) == len(c.outputs) for call, c in zip(paired.program.calls(), recorder.calls))
@@ -241,3 +268,4 @@ def compare_meanings(subject: Subject, recorder: Recorder, tokens: list[int], le
     level.covered.append(f"{len(paired.names)} laid-out operators against the captured program on {len(tokens)} tokens: "
                          f"{paired.pairs} values have a counterpart, {len(paired.alone)} only through what reads them")
     level.figures["worst laid-out error against captured"] = paired.worst
+    return paired.standing

@@ -33,9 +33,9 @@ INTEGERS_OFF = 1e-3
 SMALLEST = 2.0**-149
 """One step of subnormal float32 numbers, which are as wrong as they are small."""
 
-MEANING = 4e-6
+MEANING = 1e-6
 """An operator of the laid-out program against the captured values that it stands for, relative to the largest: a few
-float32 roundings of the unfused form, each 6e-8 (at most 6e-7 measured over the tests' models)."""
+float32 roundings of the unfused form, each 6e-8 (at most 1.2e-7 measured on the tests' models)."""
 
 STATE = {"f32": 0.0, "f16": 8 * UNIT["f16"], "bf16": 8 * UNIT["bf16"]}
 """What keeping a state in a dtype may add to the result of an operator that reads it."""
