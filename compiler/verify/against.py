@@ -5,7 +5,7 @@ Needs torch and transformers, and the model's files; everything else in this pac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -71,7 +71,8 @@ def _authors_outputs(module, tokens: list[int]) -> list[tuple[str, list[np.ndarr
 
     def hook(path: str):
         def keep(_module, _inputs, output):
-            parts = output if isinstance(output, (tuple, list)) else getattr(output, "values", lambda: [output])()
+            parts = output.values() if isinstance(output, Mapping) else output
+            parts = parts if isinstance(parts, Iterable) and not isinstance(parts, torch.Tensor) else [parts]
             found.append((path, [p.detach().float().numpy().reshape(len(tokens), -1) for p in parts
                                  if isinstance(p, torch.Tensor) and p.is_floating_point()
                                  and p.numel() % len(tokens) == 0]))
