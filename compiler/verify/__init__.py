@@ -38,7 +38,8 @@ def verify(artifact: str | os.PathLike, *, levels: Sequence[str] = LEVELS, again
     if text is not None and "model" not in levels and "layer" not in levels:
         raise OptionError("a text is given, but neither the model nor the layer level, which read it, is checked.")
     from adaptc.verify import weights
-    from adaptc.verify.report import Report
+    from adaptc.verify.guard import Crashed, Failed, guarded
+    from adaptc.verify.report import Finding, Level, Report
     from adaptc.verify.subject import Subject
 
     subject = Subject(artifact)
@@ -47,36 +48,42 @@ def verify(artifact: str | os.PathLike, *, levels: Sequence[str] = LEVELS, again
     words = _encode(subject, text) if text is not None else None
     tokens = words or _tokens(subject)
 
-    def timed(check) -> None:
+    def timed(name: str, check, guard: bool = True) -> None:
         start = time.perf_counter()
-        made = check()
+        try:
+            made = guarded(check, subject.trying) if guard else check()
+        except Crashed as crash:
+            where, module = subject.describe(crash.operator) if crash.operator is not None else ("run time", "")
+            made = Level(name, findings=[Finding(f"native code crashed ({crash.cause})", where, module)])
+        except Failed as error:
+            made = Level(name, findings=[Finding(f"the check ended in an error: {error}", "run time")])
         level, depths = made if isinstance(made, tuple) else (made, [])
         level.seconds = time.perf_counter() - start
         report.levels.append(level)
         report.depths.extend(depths)
 
-    timed(lambda: weights.check(subject, progress))
+    timed("weights", lambda: weights.check(subject, progress), guard=False)
     if "operator" in levels:
         from adaptc.verify import operators
 
-        timed(lambda: operators.check(subject, progress))
+        timed("operator", lambda: operators.check(subject, progress))
     if "layer" in levels:
         from adaptc.verify import layers
 
-        timed(lambda: layers.check(subject, tokens, progress))
+        timed("layer", lambda: layers.check(subject, tokens, progress))
     if "model" in levels:
         from adaptc.verify import model
 
-        timed(lambda: model.check(subject, words, progress))
+        timed("model", lambda: model.check(subject, words, progress))
     if "equivalences" in levels:
         from adaptc.verify import equivalences
 
-        timed(lambda: equivalences.check(subject, tokens, progress))
+        timed("equivalences", lambda: equivalences.check(subject, tokens, progress), guard=False)
     if against is not None:
         from adaptc.verify import against as authors
 
         some = tokens[: min(len(tokens), 24, subject.plan.max_context)]
-        timed(lambda: authors.check(subject, against, [int(t) for t in some], progress))
+        timed("authors", lambda: authors.check(subject, against, [int(t) for t in some], progress), guard=False)
     return report
 
 

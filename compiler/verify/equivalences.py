@@ -15,6 +15,7 @@ import numpy as np
 from adaptc.ops.table import row
 from adaptc.runtime.engine import Engine, group_pages
 from adaptc.runtime.sampler import Sampling
+from adaptc.verify.guard import Crashed, Failed, guarded
 from adaptc.verify.owners import Disagrees, Owners
 from adaptc.verify.report import Finding, Level
 from adaptc.verify.subject import Subject
@@ -61,15 +62,13 @@ def check(subject: Subject, tokens: Sequence[int], progress: Callable) -> Level:
     if min(s.max for s in plan.symbols) > 1:
         batch = tuple(other[i : i + n] for i, n in ((0, 5), (3, DECODED)))[: min(s.max for s in plan.symbols) - 1]
         pairs.append((few, replace(few, name="batched with other requests", prompts=(short, *batch), chunk=5)))
-    done, cache = 0, {}
+    done = 0
     total = len(pairs) + 1
     for first, second in pairs:
-        if first not in cache:
-            cache[first] = score(subject, first)[0]
-        _compare(subject, first, second, cache[first], level)
+        _guarded(subject, level, second, lambda: _compare(subject, first, second))
         done += 1
         progress("ways", done, total)
-    _decoding(subject, short, level)
+    _guarded(subject, level, few, lambda: _decoding(subject, short))
     progress("ways", total, total)
     level.covered.append(f"bit for bit, {length} tokens (last {min(ROWS, length)} rows of logits) and {len(short)}: "
                          + ", ".join(second.name for _, second in pairs) + ", greedy decoding = recomputed")
@@ -78,31 +77,49 @@ def check(subject: Subject, tokens: Sequence[int], progress: Callable) -> Level:
     return level
 
 
-def _compare(subject: Subject, first: Way, second: Way, expected: np.ndarray, level: Level) -> None:
+def _guarded(subject: Subject, level: Level, way: Way, check: Callable[[], list[Finding]]) -> None:
+    """Adds what ``check`` finds; when it crashes, the operator at which the way does so when run one by one."""
     try:
+        level.findings += guarded(check, subject.trying)
+    except (Crashed, Failed) as first:
+        what = f"native code crashed ({first.cause})" if isinstance(first, Crashed) else str(first)
+        operator, where, module = getattr(first, "operator", None), "run time", ""
+        try:
+            guarded(lambda: score(subject, way, watch=_Rows(subject, 0, range(len(subject.plan.operators())))),
+                    subject.trying)
+        except Crashed as again:
+            operator = again.operator
+        except Failed as again:
+            what = f"{what}; {again}"
+        if operator is not None:
+            where, module = subject.describe(operator)
+        level.findings.append(Finding(f"{way.name}: {what}", where, module))
+
+
+def _compare(subject: Subject, first: Way, second: Way) -> list[Finding]:
+    try:
+        expected = score(subject, first)[0]
         got = score(subject, second)[0]
     except Disagrees as error:
-        level.findings.append(Finding(f"{second.name}: {error}", "run time: the step's inputs"))
-        return
+        return [Finding(f"{second.name}: {error}", "run time: the step's inputs")]
     if got.tobytes() == expected.tobytes():
-        return
+        return []
     off = float(np.abs(got.astype(np.float64) - expected).max())
     where, module, what = "logits", "", ""
     found = _first_difference(subject, first, second)
     if found:
         index, position = found
         (where, module), what = subject.describe(index), f"; it differs first at position {position}"
-    level.findings.append(Finding(f"{second.name} gives other bits than {first.name}{what} (logits differ by up to "
-                                  f"{off:.2e})", where, module))
+    return [Finding(f"{second.name} gives other bits than {first.name}{what} (logits differ by up to {off:.2e})", where,
+                    module)]
 
 
-def _decoding(subject: Subject, prompt: tuple[int, ...], level: Level) -> None:
+def _decoding(subject: Subject, prompt: tuple[int, ...]) -> list[Finding]:
     """Greedy tokens from the caches, against the best tokens of the whole sequence recomputed."""
     plan = subject.plan
     steps = min(8, plan.max_context - len(prompt))
     if steps < 1:
-        level.left_out.append("greedy decoding: the context has no room for it")
-        return
+        return []
     pages = {g.name: group_pages(plan, g, len(prompt) + steps) + 1 for g in plan.groups}
     executable = subject.load(1, pages)
     try:
@@ -117,10 +134,11 @@ def _decoding(subject: Subject, prompt: tuple[int, ...], level: Level) -> None:
         executable.close()
     whole = score(subject, Way("recomputed", ((*prompt, *made[:-1]),)), rows=len(made))[0]
     again = whole.argmax(1).tolist()
-    if again != made:
-        at = next(i for i, (a, b) in enumerate(zip(made, again)) if a != b)
-        level.findings.append(Finding(f"decoding gives token {made[at]} at position {len(prompt) + at}, recomputing the "
-                                      f"sequence gives {again[at]}", "logits"))
+    if again == made:
+        return []
+    at = next(i for i, (a, b) in enumerate(zip(made, again)) if a != b)
+    return [Finding(f"decoding gives token {made[at]} at position {len(prompt) + at}, recomputing the sequence gives "
+                    f"{again[at]}", "logits")]
 
 
 def score(subject: Subject, way: Way, *, rows: int = ROWS, watch: _Rows | None = None) -> list[np.ndarray]:
@@ -179,6 +197,7 @@ class _Rows:
         mine = np.flatnonzero(requests == self.request)
         planned = self.subject.plan.operators()
         for index in self.operators:
+            self.subject.trying.put(index)
             self.executable.run(symbols, stop_after=index)
             for handle in planned[index].outputs:
                 if self.buffers[handle].shape[:1] == ("T",):

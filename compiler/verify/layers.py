@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from adaptc.backends.reference.interpreter import Reference
-from adaptc.errors import LegalityError
+from adaptc.errors import AdaptcError, LegalityError
 from adaptc.ir.build import attrs_of, short_name
 from adaptc.ir.module import spec_of
 from adaptc.ops.elementwise import NUMPY
 from adaptc.ops.table import row
 from adaptc.runtime.engine import Engine, group_pages
 from adaptc.verify import tolerances
+from adaptc.verify.guard import describe
 from adaptc.verify.meaning import Recorder, Standing, compare_meanings
 from adaptc.verify.owners import Disagrees, Owners
 from adaptc.verify.report import Depth, Finding, Level
@@ -89,7 +90,7 @@ class PlanWalk(Reference):
 
     def __init__(self, subject: Subject, executable):
         super().__init__(subject.laid_out, subject.values)
-        self.executable, self.operators = executable, subject.plan.operators()
+        self.executable, self.operators, self.trying = executable, subject.plan.operators(), subject.trying
         self.symbols: dict[str, int] = {}
         self.next = 0
         self.worst: dict[int, tuple[float, float, float]] = {}
@@ -113,6 +114,7 @@ class PlanWalk(Reference):
             got = f"{planned.id} {planned.op} in {planned.source}" if planned else "nothing more"
             raise Disagrees(f"the laid-out program goes on with {name} in {source}, the plan with {got}")
         self.next += 1
+        self.trying.put(planned.id)
         self.executable.run(self.symbols, stop_after=planned.id)
         spec = spec_of(op)
         sizes = {**self.symbols}
@@ -179,6 +181,7 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
     executable = subject.load(THREADS, pages)
     walk = PlanWalk(subject, executable)
     watched = Watched(executable, walk, level)
+    ended: Finding | None = None
     try:
         engine = Engine(plan, watched, pages, page_order_seed=7)
         engine.poison_free_pages()
@@ -202,7 +205,9 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
         add(some[1:], 2)
         _drain(engine, watched, progress, total)
     except (Disagrees, LegalityError) as error:
-        level.findings.append(Finding(str(error), "run time: the step's inputs or the plan's operators"))
+        ended = Finding(str(error), "run time: the step's inputs or the plan's operators")
+    except (AdaptcError, AssertionError) as error:
+        ended = Finding(f"the run time stopped: {describe(error)}", "run time")
     finally:
         executable.close()
         progress("steps", 1, 1)
@@ -211,6 +216,7 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
             name, module = subject.describe(index)
             level.findings.append(Finding("the plan's result isn't what the operator means on the same inputs",
                                           name, module, error, bound))
+    level.findings += [ended] if ended else []
     level.covered.append(f"{len(walk.worst)} of {len(plan.operators())} operators in {watched.steps} steps of the run "
                          f"time ({len(sequence)} tokens in chunks, requests that join and reuse pages; free pages hold "
                          "NaN), each against its meaning")

@@ -121,8 +121,8 @@ class _Mark:
 class _Paired(Reference):
     """The laid-out program, paired with the recorded values as it goes."""
 
-    def __init__(self, subject: Subject, recorder: Recorder):
-        super().__init__(subject.laid_out, subject.values)
+    def __init__(self, subject: Subject, recorder: Recorder, weights: Callable[[str], np.ndarray]):
+        super().__init__(subject.laid_out, weights)
         self.recorder = recorder
         self.names: list[tuple[str, str]] = []
         self.marks: dict[int, tuple[np.ndarray, _Mark]] = {}
@@ -184,7 +184,7 @@ class _Paired(Reference):
         if rows is None:  # codes, or values that depend on weights alone: who reads them is compared
             self.marks[id(array)] = (array, _Mark(heads, bound))
             return array
-        found = self.closest(rows, index, bound)
+        found = self.closest(rows, place, bound)
         if found is None:
             self.alone.append(index)
             self.marks[id(array)] = (array, _Mark(heads or (index,), bound))
@@ -197,19 +197,31 @@ class _Paired(Reference):
         self.marks[id(made)] = (made, _Mark())
         return made
 
-    def closest(self, rows: np.ndarray, index: int, bound: float) -> tuple[float, Value] | None:
-        """The candidate that ``rows`` agree with best. One that differs by more than rounding must be of the same
-        module: two values of different modules may well be alike."""
-        best: tuple[float, Value] | None = None
+    def closest(self, rows: np.ndarray, place: tuple[int, int], bound: float) -> tuple[float, Value] | None:
+        """The candidate that ``rows`` agree with best.
+
+        One that differs by more than rounding must be of the same module: two values of different modules may well be
+        alike. And an operator's first result, which is what its module names, isn't taken for another module's value
+        when its own module has one of that shape: swapped projections are right values in the wrong place.
+        """
+        own = self.names[place[0]][1]
         allowed = max(tolerances.MEANING, bound)
+        here: tuple[float, Value] | None = None
+        elsewhere: tuple[float, Value] | None = None
+        mine = False
         for value in self.candidates():
             if value.rows.shape != rows.shape:
                 continue
             error = tolerances.relative(rows, value.rows)
-            if error <= (LOOSE if value.source == self.names[index][1] or bound else allowed):
-                if best is None or error < best[0]:
-                    best = (error, value)
-        return best
+            if value.source == own:
+                mine = True
+                if error <= LOOSE and (here is None or error < here[0]):
+                    here = (error, value)
+            elif error <= (LOOSE if bound else allowed) and (elsewhere is None or error < elsewhere[0]):
+                elsewhere = (error, value)
+        if here is not None and (here[0] <= allowed or elsewhere is None):
+            return here
+        return None if mine and place[1] == 0 else elsewhere
 
     def judge(self, index: int, heads, error: float, bound: float, counterpart: str) -> None:
         allowed = max(tolerances.MEANING, bound)
@@ -247,25 +259,43 @@ class _Paired(Reference):
 Standing = list[tuple[tuple[int, int], np.ndarray]]
 
 
+SMALL = 2.0**-10
+"""Two programs are compared as functions, so on any weights. With matrices scaled by this, values are so small that an
+epsilon weighs, which is lost in rounding at most real ones; a power of two changes no other rounding."""
+
+
 def compare_meanings(subject: Subject, recorder: Recorder, tokens: list[int], level: Level) -> Standing:
-    """Adds findings to ``level``: laid-out operators that give other values than the captured program. Returns which
-    laid-out result ((operator, result index)) stands for which captured rows."""
-    paired = _Paired(subject, recorder)
-    calls = len(paired.program.calls())
-    paired.aligned = calls == len(recorder.calls) and all(
-        len(call.operation.results) == len(c.outputs) for call, c in zip(paired.program.calls(), recorder.calls))
+    """Adds findings to ``level``: laid-out operators that give other values than the captured program, with the
+    model's weights (as ``recorder`` has run it) and with small ones. Returns which laid-out result ((operator, result
+    index)) stands for which captured rows."""
+    paired = _compared(_Paired(subject, recorder, subject.values), tokens, level, "")
+
+    def small(name: str) -> np.ndarray:
+        values = subject.values(name)
+        return values * np.float32(SMALL) if values.ndim > 1 else values
+
+    again = Recorder(subject.captured, small)
+    again.score(tokens)
+    _compared(_Paired(subject, again, small), tokens, level, ", weights scaled down")
+    level.covered.append(f"{len(paired.names)} laid-out operators against the captured program on {len(tokens)} tokens, "
+                         f"with the model's weights and with small ones: {paired.pairs} values have a counterpart, "
+                         f"{len(paired.alone)} only through what reads them")
+    level.figures["worst laid-out error against captured"] = paired.worst
+    return paired.standing
+
+
+def _compared(paired: _Paired, tokens: list[int], level: Level, how: str) -> _Paired:
+    recorder = paired.recorder
+    calls = paired.program.calls()
+    paired.aligned = len(calls) == len(recorder.calls) and all(
+        len(call.operation.results) == len(c.outputs) for call, c in zip(calls, recorder.calls))
     logits = paired.score(tokens)
-    error = tolerances.relative(logits, recorder.logits)
-    last = len(paired.names) - 1
-    mark = paired.mark(logits)
+    error, mark = tolerances.relative(logits, recorder.logits), paired.mark(logits)
     if mark.heads or error > max(tolerances.MEANING, mark.bound):
-        paired.judge(last, mark.heads, error, mark.bound, "the logits")
+        paired.judge(len(paired.names) - 1, mark.heads, error, mark.bound, "the logits")
     for index, (error, bound, counterpart) in sorted(paired.blamed.items()):
         op, source = paired.names[index]
         level.findings.append(Finding(
-            f"the laid-out operator's value isn't that of the captured program ({counterpart})", f"{index} {op}", source,
-            error, bound))
-    level.covered.append(f"{len(paired.names)} laid-out operators against the captured program on {len(tokens)} tokens: "
-                         f"{paired.pairs} values have a counterpart, {len(paired.alone)} only through what reads them")
-    level.figures["worst laid-out error against captured"] = paired.worst
-    return paired.standing
+            f"the laid-out operator's value isn't that of the captured program ({counterpart}{how})", f"{index} {op}",
+            source, error, bound))
+    return paired

@@ -214,6 +214,7 @@ class Caller:
 
     def run(self, variant: Variant, place: int, case: Case) -> tuple[float, float, str]:
         """(error, bound, what) of the result that is furthest from what is allowed."""
+        self.subject.trying.put(place)
         spec, operator = variant.spec, row(variant.spec.op)
         where = self.subject.places[place]
         operands = [self.value(where, i, o) for i, o in enumerate(case.operands)]

@@ -15,6 +15,7 @@ from adaptc.ir.module import STEP, Program, Weight, callee, source_of, spec_of
 from adaptc.ops.table import row
 from adaptc.protocol import OpSpec
 from adaptc.runtime.loader import Artifact, load_artifact
+from adaptc.verify.guard import Note
 
 DENSE = FORMATS["f32"]
 
@@ -45,6 +46,8 @@ class Subject:
         self.laid_out = Program.parse(self.artifact.read("ir/laid_out.mlir").decode(), "ir/laid_out.mlir")
         self.stored: dict[str, Weight] = self.laid_out.weights()
         self._values: dict[str, np.ndarray] = {}
+        self.trying = Note()
+        """The operator that native code is about to run, for when it crashes."""
 
     def values(self, name: str) -> np.ndarray:
         """A weight's float32 values in its parameter's shape, unpacked from the artifact."""
