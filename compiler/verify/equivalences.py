@@ -71,7 +71,11 @@ def check(subject: Subject, tokens: Sequence[int], progress: Callable) -> Level:
     _guarded(subject, level, few, lambda: _decoding(subject, short))
     progress("ways", total, total)
     level.covered.append(f"bit for bit, {length} tokens (last {min(ROWS, length)} rows of logits) and {len(short)}: "
-                         + ", ".join(second.name for _, second in pairs) + ", greedy decoding = recomputed")
+                         + ", ".join(second.name for _, second in pairs))
+    if plan.max_context > len(short):
+        level.covered.append("greedy decoding = the best tokens of the sequence recomputed")
+    else:
+        level.left_out.append("greedy decoding: the context has no room for it")
     if any(w + plan.page_size + 8 > MOST for w in windows):
         level.left_out.append(f"windows of more than {MOST - plan.page_size - 8} tokens aren't crossed")
     return level
