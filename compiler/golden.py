@@ -59,7 +59,8 @@ def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, step
             progress("goldens", done + 1, len(prompts))
     longest = max(len(r["tokens"]) for r in rows)
     pad = lambda t: np.pad(t, (0, longest - len(t)), constant_values=-1)  # noqa: E731
-    tensors = {name: np.stack([r[name] for r in rows]) for name in rows[0] if name != "tokens"}
+    # safetensors writes memory as it lies, and columns picked from logits lie column by column
+    tensors = {name: np.ascontiguousarray(np.stack([r[name] for r in rows])) for name in rows[0] if name != "tokens"}
     tensors |= {"tokens": np.stack([pad(r["tokens"]) for r in rows]), "probe_ids": probes}
     metadata = {"kind": KIND, "version": VERSION, "model": source.name,
                 "files": json.dumps(source.hashes, sort_keys=True), "made_with": json.dumps(_versions(), sort_keys=True)}

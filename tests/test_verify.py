@@ -63,7 +63,7 @@ def whole(artifact, model, folder) -> dict:
     done = CliRunner().invoke(main, ["verify", str(artifact), "--against", str(model), "--text",
                                      str(folder / "text.txt"), "--plot", str(folder / "depth.svg"), "--json"])
     assert done.exit_code == 0, done.output
-    return json.loads(done.output)
+    return json.loads(done.stdout)
 
 
 def level(report: dict, name: str) -> dict:
@@ -132,6 +132,21 @@ def test_another_model_than_the_artifacts(artifact, folder):
     authors = report.levels[1]
     assert "its files aren't the ones in the manifest" in authors.left_out[0]
     assert not report.passed and authors.findings[0].module.startswith("model.layers.0")
+
+
+def test_goldens_are_what_the_model_says(artifact, folder):
+    """Recorded probes are the logits of the recorded ids: where both the best and the probes have an id, they agree."""
+    from safetensors.numpy import load_file
+
+    data = load_file(folder / "goldens.safetensors")
+    met = 0
+    for top, logits, probed in zip(data["top_ids"], data["top_logits"], data["probe_logits"]):
+        for ids, best, probes in zip(top, logits, probed):
+            known = dict(zip(data["probe_ids"].tolist(), probes.tolist()))
+            for i, value in zip(ids.tolist(), best.tolist()):
+                met += i in known
+                assert i not in known or known[i] == value
+    assert met > 100
 
 
 def test_a_golden_that_isnt_met(artifact, tmp_path):
@@ -231,8 +246,10 @@ def test_owners_are_found_by_what_tokens_must_be():
     assert requests.tolist() == [0, 0, 1, 1] and positions.tolist() == [0, 1, 0, 1]
     requests, positions = owners.of(np.array([3, 7]), np.array([2, 9]), np.array([0, 1]))  # a wrong position is told
     assert requests.tolist() == [1, 0] and positions.tolist() == [2, 2]
+    closed = Owners()
+    closed.promise([5, 6])
     with pytest.raises(Disagrees, match="continue none"):
-        owners.of(np.array([8]), np.array([3]), np.array([1])) if owners.open.clear() is None else None
+        closed.of(np.array([6]), np.array([1]), np.array([0]))
 
 
 def test_a_crash_is_reported_and_an_error_keeps_its_sentence():
