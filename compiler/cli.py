@@ -1,6 +1,7 @@
 """The ``adaptc`` command. Options mirror the dataclasses they fill; every command takes ``--json``.
 
-Exit codes: 0 done, 2 bad input or usage (one clear sentence on stderr), 130 interrupted, 1 our own bug.
+Exit codes: 0 done, 2 bad input or usage (one clear sentence on stderr), 130 interrupted, 1 `verify` found something
+(or our own bug).
 """
 
 from __future__ import annotations
@@ -183,6 +184,34 @@ def inspect(what, stage, show_plan, show_memory, target, as_json, **options) -> 
         click.echo(json.dumps(facts.memory, indent=1) if as_json else report.memory_text(facts.memory))
     else:
         click.echo(json.dumps(facts.to_dict(), indent=1) if as_json else report.summary_text(facts))
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--level", default="all", show_default=True,
+              type=click.Choice(("operator", "layer", "model", "equivalences", "all")), help="What to check.")
+@click.option("--against", metavar="MODEL", help="Adds the authors' own model, layer by layer; needs torch.")
+@click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="A text to compare perplexity on.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draws error by depth as SVG into this file.")
+@_as_json
+def verify(artifact, level, against, text, plot, as_json) -> None:
+    """Checks ARTIFACT against its own captured program. Exit code 0: it passes; 1: it doesn't; 2: bad input."""
+    from adaptc.errors import OptionError
+    from adaptc.verify import LEVELS
+    from adaptc.verify import verify as check
+    from adaptc.verify.plot import write
+    from adaptc.verify.report import text as as_text
+
+    levels = LEVELS if level == "all" else (level,)
+    if plot is not None and "layer" not in levels and against is None:
+        raise OptionError("--plot draws error by depth, which only the layer level and --against measure.")
+    report = check(artifact, levels=levels, against=against, text=text, progress=_Bars(as_json))
+    if plot is not None:
+        write(report, plot)
+    click.echo(json.dumps(report.to_dict(), indent=1) if as_json else as_text(report))
+    if not report.passed:
+        sys.exit(1)
 
 
 @main.command()

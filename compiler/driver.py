@@ -137,6 +137,8 @@ class Inspection:
 
 def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Inspection:
     """Summary, memory plan and plan of a model or an artifact."""
+    from adaptc.artifact_format import GOLDENS, MANIFEST
+
     program, setup = _open(what, target, options)
     lowered = setup.lower(program, "lowered")["lowered"]
     plan, _ = setup.plan(lowered)
@@ -149,6 +151,8 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
         "bodies": _bodies(lowered), "bodies cloned": list(lowered.fact("clones", ())),
         "options": setup.options.to_dict(),
     }
+    if (Path(what) / MANIFEST).is_file():
+        summary["goldens"] = "present" if (Path(what) / GOLDENS).is_file() else "none"
     return Inspection(summary, _memory(plan), plan)
 
 

@@ -123,6 +123,9 @@ class Codegen(Protocol):
     def pack(self, format: WeightFormat, shape: tuple[int, int], codes: Mapping[str, Any]) -> bytes:
         """A weight in this backend's layout from its unpacked codes (see ``formats``), losing nothing."""
 
+    def unpack(self, format: WeightFormat, shape: tuple[int, int], data: Any) -> Mapping[str, Any]:
+        """The codes that ``pack`` was given, bit for bit, from the bytes that it made."""
+
 
 class Executable(Protocol):
     """A plan made runnable in this process."""
@@ -160,3 +163,7 @@ class Launcher(Protocol):
              threads: int, pages: Mapping[str, int]) -> Executable:
         """Maps kernels (one level's object files by name), weights (packed bytes by name) and page pools (``pages``:
         number of pages by group)."""
+
+    def library(self, objects: Mapping[str, bytes]):
+        """The objects' kernels for tools: ``call(symbol, arrays, symbols, tid, n)`` runs one thread's share of one
+        kernel over numpy arrays that start at multiples of 64 bytes, in place."""

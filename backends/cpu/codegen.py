@@ -115,6 +115,11 @@ class CpuCodegen:
 
         return pack(format, shape, codes)
 
+    def unpack(self, format: WeightFormat, shape: tuple[int, int], data: Any) -> Mapping[str, Any]:
+        from adaptc.backends.cpu.packing import unpack
+
+        return unpack(format, shape, data)
+
 
 def compile_texts(
     texts: Mapping[tuple[str, str], str],

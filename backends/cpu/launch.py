@@ -394,5 +394,9 @@ class CpuLauncher:
         each starts at a multiple of 64 bytes. Raises ArtifactError when plan, objects and weights don't fit."""
         return CpuExecutable(plan, objects, weights, threads=threads, pages=pages)
 
+    def library(self, objects: Mapping[str, bytes]) -> Library:
+        """The objects' kernels, to be called one at a time."""
+        return Library(objects)
+
 
 LAUNCHER = CpuLauncher()

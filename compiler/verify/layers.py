@@ -1,0 +1,295 @@
+"""Layer level: every operator of whole steps, through the run time's own engine.
+
+Three comparisons, each against an oracle that shares nothing with what it checks:
+
+1. the plan against the laid-out program: after every operator of every step the native walk stops, its outputs are
+   read, and held against what the operator means on the very inputs that the plan computed. Both then go on from the
+   plan's results, so an error is reported under the operator that has it and under no other;
+2. the laid-out program against the captured one: see ``meaning``;
+3. the artifact against the captured program, both running freely from the same tokens: error by depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from adaptc.backends.reference.interpreter import Reference
+from adaptc.errors import AdaptcError, LegalityError
+from adaptc.ir.build import attrs_of, short_name
+from adaptc.ir.module import spec_of
+from adaptc.ops.elementwise import NUMPY
+from adaptc.ops.table import row
+from adaptc.runtime.engine import Engine, group_pages
+from adaptc.verify import tolerances
+from adaptc.verify.guard import describe
+from adaptc.verify.meaning import Recorder, Standing, compare_meanings
+from adaptc.verify.owners import Disagrees, Owners
+from adaptc.verify.report import Depth, Finding, Level
+from adaptc.verify.subject import Subject
+
+CROSSED = 64
+"""Windows up to this many tokens are crossed by the layer level; the oracle takes too long for longer ones, which the
+operator level crosses with the kernels alone and the equivalences with whole steps."""
+SPARE_PAGES = 2
+THREADS = 1
+"""Stopping after every operator meets a barrier each time, which costs much where cores are shared; that threads change
+nothing is what the other two levels check."""
+
+
+def check(subject: Subject, tokens: Sequence[int], progress: Callable) -> tuple[Level, list[Depth]]:
+    """``tokens``: a prompt of the model, or any valid ids; repeated or cut to the length that is wanted."""
+    level = Level("layer")
+    windows = [g.window for g in subject.plan.groups if g.window]
+    crossed = max([w for w in windows if w <= CROSSED], default=0)
+    long = [w for w in windows if w > CROSSED]
+    length = max(20, crossed + subject.plan.page_size + 3)
+    length = min(length, subject.plan.max_context - 4)
+    sequence = fitted(tokens, length)
+
+    _contracts(subject, level)
+    plan_against_laid_out(subject, sequence, level, progress)
+    recorder = Recorder(subject.captured, subject.values)
+    progress("captured", 0, 1)
+    whole = sequence[: subject.plan.max_step_tokens]
+    recorder.score(whole)
+    progress("captured", 1, 1)
+    standing = compare_meanings(subject, recorder, whole, level)
+    depths = _depths(subject, recorder, standing, whole, level)
+    if long:
+        level.left_out.append(f"windows of {', '.join(map(str, sorted(set(long))))} tokens aren't crossed here; the "
+                              "operator level and the equivalences cross them")
+    return level, depths
+
+
+def fitted(tokens: Sequence[int], length: int) -> list[int]:
+    """``tokens`` repeated and cut to ``length``."""
+    return [int(t) for t in np.resize(np.asarray(tokens, np.int64), length)]
+
+
+def _contracts(subject: Subject, level: Level) -> None:
+    """Each state says the same in the captured program and in the plan: parts and window."""
+    states = {s.name: s for s in subject.plan.states}
+    slots = subject.captured.states()
+    for name, slot in slots.items():
+        wanted = (slot.spec.parts, slot.spec.window)
+        held = states.get(name)
+        got = (tuple((p.name, p.heads, p.width) for p in held.parts), held.window) if held else None
+        if got != wanted:
+            level.findings.append(Finding(f"the plan keeps (parts, window) {got}, the captured program says {wanted}",
+                                          f"state {name}", slot.source))
+    level.covered.append(f"contracts of {len(slots)} states")
+
+
+# ---- 1: the plan against the laid-out program ------------------------------------------------------------------
+
+
+class PlanWalk(Reference):
+    """The laid-out program, evaluated beside the plan in one executable, and going on from the plan's results."""
+
+    def __init__(self, subject: Subject, executable):
+        super().__init__(subject.laid_out, subject.values)
+        self.executable, self.operators, self.trying = executable, subject.plan.operators(), subject.trying
+        self.symbols: dict[str, int] = {}
+        self.next = 0
+        self.worst: dict[int, tuple[float, float, float]] = {}
+        """Operator id → (ratio, error, bound) where it is furthest from what is allowed."""
+        self.progress: Callable = lambda *a: None
+
+    def begin(self, symbols: dict[str, int]) -> None:
+        self.symbols, self.next = symbols, 0
+
+    def operator(self, op, source: str, operands: list) -> tuple:
+        name = short_name(op)
+        operator = row(name)
+        attrs = operator.complete(attrs_of(op))
+        before = [_snapshot(o) for o in operands] if operator.state is not None else operands
+        with np.errstate(all="ignore"):
+            wanted = tuple(np.asarray(w) for w in operator.meaning(attrs, *operands))
+        if operator.aliases:
+            return wanted
+        planned = self.operators[self.next] if self.next < len(self.operators) else None
+        if planned is None or (planned.op, planned.source, len(planned.outputs)) != (name, source, len(wanted)):
+            got = f"{planned.id} {planned.op} in {planned.source}" if planned else "nothing more"
+            raise Disagrees(f"the laid-out program goes on with {name} in {source}, the plan with {got}")
+        self.next += 1
+        self.trying.put(planned.id)
+        self.executable.run(self.symbols, stop_after=planned.id)
+        spec = spec_of(op)
+        sizes = {**self.symbols}
+        context = int(operands[operator.operands.index("positions")].max(initial=0)) + 1 if operator.state else 1
+        length = tolerances.reduction(operator, spec, sizes, context)
+        results = []
+        for i, (handle, theirs, kind) in enumerate(zip(planned.outputs, wanted, spec.results)):
+            ours = _values(self.executable.read(handle, self.symbols), kind.dtype)
+            if ours.shape != theirs.shape:
+                raise Disagrees(f"operator {planned.id} {name} in {source}: its buffer {handle} has shape "
+                                f"{ours.shape}, the program says {theirs.shape}")
+            error, bound = tolerances.excess(operator, attrs, before, ours, i, theirs, length)
+            ratio = error / bound if bound else (np.inf if error else 0.0)
+            if ratio >= self.worst.get(planned.id, (0.0, 0.0, 0.0))[0]:
+                self.worst[planned.id] = (ratio, error, bound)
+            results.append(ours)
+        return tuple(results)
+
+
+def _snapshot(operand):
+    import copy
+
+    return operand if isinstance(operand, np.ndarray) else copy.deepcopy(operand)
+
+
+def _values(array: np.ndarray, dtype: str) -> np.ndarray:
+    """What was read from memory as the oracle's arrays are: bfloat16 bits as float32 values."""
+    if dtype == "bf16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(NUMPY[dtype], copy=False)
+
+
+class Watched:
+    """An executable for the engine that evaluates the program beside every step."""
+
+    def __init__(self, executable, walk: PlanWalk, level: Level):
+        self.executable, self.walk, self.level = executable, walk, level
+        self.owners = Owners()
+        self.steps = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.executable, name)
+
+    def run(self, symbols, **options):
+        role = lambda name, n: np.array(self.executable.inputs(name)[:n])  # noqa: E731
+        tokens, positions, rows = (role(name, symbols["T"]) for name in ("tokens", "positions", "requests"))
+        requests, right = self.owners.of(tokens, positions, rows)
+        wrong = np.flatnonzero(positions != right)
+        if len(wrong):
+            first = wrong[0]
+            self.level.findings.append(Finding(
+                f"the run time feeds position {positions[first]} where request {requests[first]} goes on at "
+                f"{right[first]}", "run time: the step's positions", self.walk.operators[0].source))
+        self.walk.begin(symbols)
+        self.walk.step(tokens, right, requests, role("sampled", symbols["S"]))
+        self.executable.run(symbols, **options)
+        self.steps += 1
+
+
+def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, progress: Callable) -> None:
+    """One request in chunks; a second that joins, decodes and ends; a third in the pages that it leaves."""
+    plan = subject.plan
+    pages = {g.name: 2 * group_pages(plan, g, len(sequence)) + SPARE_PAGES for g in plan.groups}
+    executable = subject.load(THREADS, pages)
+    walk = PlanWalk(subject, executable)
+    watched = Watched(executable, walk, level)
+    ended: Finding | None = None
+    try:
+        engine = Engine(plan, watched, pages, page_order_seed=7)
+        engine.poison_free_pages()
+        logits = np.empty((1, plan.vocabulary), np.float32)
+        chunk = max(1, -(-len(sequence) // 3))
+        some = sequence[: max(2, min(5, len(sequence) // 3))]
+        joined = min(s.max for s in plan.symbols) > 1
+
+        def add(tokens, max_tokens):
+            watched.owners.promise(tokens, more=True)
+            return engine.add(tokens, max_tokens=max_tokens)
+
+        watched.owners.promise(sequence, more=False)
+        engine.score(sequence, logits, start=len(sequence) - 1, chunk=chunk)
+        total = 7
+        _step(engine, watched, progress, total)
+        if joined:
+            add(some[::-1], 2)
+        _drain(engine, watched, progress, total)
+        add(some, 2)
+        add(some[1:], 2)
+        _drain(engine, watched, progress, total)
+    except (Disagrees, LegalityError) as error:
+        ended = Finding(str(error), "run time: the step's inputs or the plan's operators")
+    except (AdaptcError, AssertionError) as error:
+        ended = Finding(f"the run time stopped: {describe(error)}", "run time")
+    finally:
+        executable.close()
+        progress("steps", 1, 1)
+    for index, (ratio, error, bound) in sorted(walk.worst.items()):
+        if ratio > 1:
+            name, module = subject.describe(index)
+            level.findings.append(Finding("the plan's result isn't what the operator means on the same inputs",
+                                          name, module, error, bound))
+    level.findings += [ended] if ended else []
+    level.covered.append(f"{len(walk.worst)} of {len(plan.operators())} operators in {watched.steps} steps of the run "
+                         f"time ({len(sequence)} tokens in chunks, requests that join and reuse pages; free pages hold "
+                         "NaN), each against its meaning")
+    ratios = [ratio for ratio, _, _ in walk.worst.values()]
+    level.figures["worst operator error over what is allowed"] = max(ratios, default=0.0)
+
+
+def _step(engine: Engine, watched: Watched, progress: Callable, total: int) -> None:
+    engine.step()
+    engine.poison_free_pages()
+    progress("steps", min(watched.steps, total - 1), total)
+
+
+def _drain(engine: Engine, watched: Watched, progress: Callable, total: int) -> None:
+    while engine.active:
+        _step(engine, watched, progress, total)
+
+
+# ---- 3: error by depth -----------------------------------------------------------------------------------------
+
+
+def _depths(subject: Subject, recorder: Recorder, standing: Standing, tokens: list[int], level: Level) -> list[Depth]:
+    """The artifact's layer outputs and logits against the captured program's, all in one step."""
+    plan, kind = subject.plan, tolerances.kind_of(subject.artifact.manifest["options"])
+    worst, least = tolerances.LAYERS[kind]
+    layers = recorder.layers()
+    pages = {g.name: group_pages(plan, g, len(tokens)) + SPARE_PAGES for g in plan.groups}
+    executable = subject.load(THREADS, pages)
+    depths = []
+    try:
+        symbols = _one_step(executable, plan, tokens)
+        operators = plan.operators()
+        for depth, (layer, wanted) in enumerate(layers.items()):
+            place = next((p for p, rows in reversed(standing) if rows is wanted or np.array_equal(rows, wanted)), None)
+            if place is None or place[0] >= len(operators):
+                continue
+            index, output = place
+            executable.run(symbols, stop_after=index)
+            got = executable.read(operators[index].outputs[output], symbols)
+            depths.append(_depth(depth, layer, got.reshape(len(tokens), -1), wanted))
+        executable.run(symbols)
+        logits = executable.read(plan.outputs["logits"], symbols)
+        depths.append(_depth(len(layers), "", logits, recorder.logits[-logits.shape[0] :]))
+    finally:
+        executable.close()
+    for d in depths:
+        if not (d.error <= worst and d.cosine >= least):
+            level.findings.append(Finding(
+                f"running freely, the artifact's values differ from the captured program's (cosine {d.cosine:.6f})",
+                f"layer {d.depth}" if d.module else "logits", d.module, d.error, worst))
+            break
+    level.covered.append(f"outputs of {len(depths) - 1} of {len(layers)} layers and the logits on {len(tokens)} tokens against the captured program "
+                         f"(allowed: relative error {worst:g}, cosine {least:g}, for {kind} values)")
+    return depths
+
+
+def _depth(depth: int, module: str, got: np.ndarray, wanted: np.ndarray, against: str = "captured") -> Depth:
+    if got.shape != wanted.shape:
+        return Depth(depth, module, float("inf"), 0.0, against)
+    return Depth(depth, module, tolerances.relative(got, wanted), tolerances.cosine(got, wanted), against)
+
+
+def _one_step(executable, plan, tokens: list[int]) -> dict[str, int]:
+    """Inputs of one step over a whole sequence of one request; the last rows' logits are wanted."""
+    count = len(tokens)
+    sampled = min(count, {s.name: s.max for s in plan.symbols}["S"])
+    executable.inputs("tokens")[:count] = tokens
+    executable.inputs("positions")[:count] = np.arange(count)
+    executable.inputs("requests")[:count] = 0
+    executable.inputs("sampled")[:sampled] = np.arange(count - sampled, count)
+    for group in plan.groups:
+        table = executable.inputs(f"pages:{group.name}")
+        table[...] = -1
+        held = -(-count // plan.page_size)
+        table[0, :held] = np.arange(held)
+    return {"T": count, "R": 1, "S": sampled}

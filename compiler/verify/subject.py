@@ -1,0 +1,100 @@
+"""The artifact under test, opened once: its programs, its operators by place, and its weights as values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from adaptc import backends, blocks
+from adaptc.formats import FORMATS
+from adaptc.ir.build import short_name
+from adaptc.ir.module import STEP, Program, Weight, callee, source_of, spec_of
+from adaptc.ops.table import row
+from adaptc.protocol import OpSpec
+from adaptc.runtime.loader import Artifact, load_artifact
+from adaptc.verify.guard import Note
+
+DENSE = FORMATS["f32"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An operator of the laid-out program at one place. ``symbols`` are the weights and states among its operands,
+    None for the others."""
+
+    spec: OpSpec
+    source: str
+    symbols: tuple[str | None, ...]
+
+
+class Subject:
+    """An artifact and what the oracle reads of it.
+
+    Values of weights come from the artifact's packed bytes; ``weights.check`` holds them against the digests of the
+    model's own tensors.
+    """
+
+    def __init__(self, path):
+        self.artifact: Artifact = load_artifact(path)
+        self.plan = self.artifact.plan
+        self.backend = backends.launcher(self.plan.backend)
+        self.codegen = backends.codegen(self.plan.backend)
+        self.captured = Program.parse(self.artifact.read("ir/captured.mlir").decode(), "ir/captured.mlir")
+        self.laid_out = Program.parse(self.artifact.read("ir/laid_out.mlir").decode(), "ir/laid_out.mlir")
+        self.stored: dict[str, Weight] = self.laid_out.weights()
+        self._values: dict[str, np.ndarray] = {}
+        self.trying = Note()
+        """The operator that native code is about to run, for when it crashes."""
+
+    def values(self, name: str) -> np.ndarray:
+        """A weight's float32 values in its parameter's shape, unpacked from the artifact."""
+        if name not in self._values:
+            weight = self.stored[name]
+            shape, data = weight.spec.shape, np.frombuffer(self.artifact.weights[name], np.uint8)
+            if weight.spec.format is None:
+                made = data[: 4 * math.prod(shape)].view("<f4").reshape(shape)
+            else:
+                size = self.codegen.packed_bytes(weight.spec.format, shape)
+                made = blocks.dequantize(weight.spec.format, self.codegen.unpack(weight.spec.format, shape, data[:size]))
+            self._values[name] = made.reshape(shape)
+        return self._values[name]
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """The laid-out program's operators in program order, every place of every body; views that alias are none."""
+        return list(_places(self.laid_out, self.laid_out.functions()[STEP], [None] * 4, ""))
+
+    def users(self, weight: str) -> list[int]:
+        """Ids of the operators that read a weight."""
+        return [i for i, place in enumerate(self.places) if weight in place.symbols]
+
+    def describe(self, index: int) -> tuple[str, str]:
+        """("14 linears", its module) of the plan's operator ``index``."""
+        operator = self.plan.operators()[index]
+        return f"{operator.id} {operator.op}", operator.source
+
+    def load(self, threads: int, pages: dict[str, int]):
+        return self.backend.load(self.plan, self.artifact.objects, self.artifact.weights, threads=threads, pages=pages)
+
+
+def _places(program: Program, function, arguments: list, path: str):
+    names = dict(zip(function.entry_block.arguments, arguments))
+    for op in function.entry_block.operations:
+        operation = op.operation
+        source = ".".join(filter(None, (path, source_of(op))))
+        symbols = [names.get(v) for v in operation.operands]
+        if operation.name == "adaptc.get":
+            names[operation.results[0]] = _symbol(op)
+        elif operation.name == "func.call":
+            yield from _places(program, program.functions()[callee(op)], symbols, source)
+        elif operation.name != "func.return" and not row(short_name(op)).aliases:
+            yield Place(spec_of(op), source, tuple(symbols))
+
+
+def _symbol(op) -> str:
+    from adaptc.ir import dialect
+
+    return dialect.attrs(op)["symbol"]

@@ -1,0 +1,78 @@
+"""Copies of artifacts with a fault planted, whose manifests are valid: only verification can find it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from adaptc.artifact_format import canonical, manifest_digest
+from adaptc.backends import codegen
+from adaptc.backends.cpu.codegen import _family
+from adaptc.backends.cpu.toolchain import compile_mlir
+from adaptc.plan import Plan
+from adaptc.runtime.loader import parse_weights
+from adaptc.verify.subject import Subject
+
+
+def copy(artifact: Path, out: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
+    """A copy of ``artifact`` whose file ``name`` is ``change`` of it, listed in a manifest with the right digests."""
+    shutil.copytree(artifact, out, dirs_exist_ok=True)
+    path = out / name
+    content = change(path.read_bytes())
+    path.write_bytes(content)
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    manifest["digest"] = manifest_digest(manifest)
+    (out / "manifest.json").write_bytes(canonical(manifest))
+    return out
+
+
+def weight(artifact: Path, out: Path, name: str, change: Callable[[dict], None]) -> Path:
+    """A packed weight's codes, changed in place by ``change``."""
+    subject = Subject(artifact)
+    spec = subject.stored[name].spec
+    backend = codegen(subject.plan.backend)
+    size = backend.packed_bytes(spec.format, spec.shape)
+    codes = {k: v.copy() for k, v in backend.unpack(spec.format, spec.shape, subject.artifact.weights[name][:size]).items()}
+    change(codes)
+    packed = backend.pack(spec.format, spec.shape, codes)
+
+    def put(content: bytes) -> bytes:
+        raw = bytearray(content)
+        view = parse_weights(memoryview(content))[name]
+        start = np.frombuffer(view, np.uint8).ctypes.data - np.frombuffer(content, np.uint8).ctypes.data
+        raw[start : start + size] = packed
+        return bytes(raw)
+
+    return copy(artifact, out, "weights.safetensors", put)
+
+
+def kernel(artifact: Path, out: Path, index: int, use: int, **params) -> Path:
+    """The kernel of an operator's ``use``-th call, generated with other static parameters under the same symbol."""
+    subject = Subject(artifact)
+    symbol = subject.plan.operators()[index].calls[use].kernel
+    spec = codegen(subject.plan.backend).select(subject.places[index].spec).uses[use].kernel
+    text = _family(spec).emit({**dict(spec.params), **params}, symbol)
+    return copy(artifact, out, f"kernels/{symbol}.o", lambda _: compile_mlir(text, subject.plan.level))
+
+
+def plan(artifact: Path, out: Path, change: Callable[[Plan], Plan]) -> Path:
+    return copy(artifact, out, "plan.json", lambda text: change(Plan.from_json(text.decode())).to_json().encode())
+
+
+def operator(plan: Plan, index: int, change: Callable) -> Plan:
+    """``plan`` with its operator ``index`` changed."""
+    (segment,) = plan.segments
+    operators = tuple(change(op) if op.id == index else op for op in segment.operators)
+    return dataclasses.replace(plan, segments=(dataclasses.replace(segment, operators=operators),))
+
+
+def find(artifact: Path, op: str, module: str) -> int:
+    """The id of the operator ``op`` of a module."""
+    return next(o.id for o in Subject(artifact).plan.operators() if (o.op, o.source) == (op, module))
