@@ -14,6 +14,7 @@ import numpy as np
 from adaptc.artifact_format import canonical, manifest_digest
 from adaptc.backends import codegen
 from adaptc.backends.cpu.codegen import _family
+from adaptc.backends.cpu.levels import level_of
 from adaptc.backends.cpu.toolchain import compile_mlir
 from adaptc.plan import Plan
 from adaptc.runtime.loader import parse_weights
@@ -58,8 +59,8 @@ def kernel(artifact: Path, out: Path, index: int, use: int, **params) -> Path:
     subject = Subject(artifact)
     symbol = subject.plan.operators()[index].calls[use].kernel
     spec = codegen(subject.plan.backend).select(subject.places[index].spec).uses[use].kernel
-    text = _family(spec).emit({**dict(spec.params), **params}, symbol)
-    return copy(artifact, out, f"kernels/{symbol}.o", lambda _: compile_mlir(text, subject.plan.level))
+    text = _family(spec).emit({**dict(spec.params), **params}, symbol, level_of(subject.level))
+    return copy(artifact, out, f"kernels/{subject.level}/{symbol}.o", lambda _: compile_mlir(text, subject.level))
 
 
 def plan(artifact: Path, out: Path, change: Callable[[Plan], Plan]) -> Path:

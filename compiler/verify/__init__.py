@@ -43,7 +43,6 @@ def verify(artifact: str | os.PathLike, *, levels: Sequence[str] = LEVELS, again
     from adaptc.verify.subject import Subject
 
     subject = Subject(artifact)
-    subject.backend.check_host(subject.plan)
     report = Report(os.fspath(artifact), subject.artifact.manifest["model"])
     words = _encode(subject, text) if text is not None else None
     tokens = words or _tokens(subject)
@@ -59,6 +58,7 @@ def verify(artifact: str | os.PathLike, *, levels: Sequence[str] = LEVELS, again
             made = Level(name, findings=[Finding(f"the check ended in an error: {error}", "run time")])
         level, depths = made if isinstance(made, tuple) else (made, [])
         level.seconds = time.perf_counter() - start
+        level.left_out += subject.not_run() if name == "operator" else []
         report.levels.append(level)
         report.depths.extend(depths)
 

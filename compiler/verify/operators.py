@@ -134,7 +134,7 @@ class Caller:
 
     def __init__(self, subject: Subject):
         self.subject, self.plan = subject, subject.plan
-        self.library = subject.backend.library(subject.artifact.objects)
+        self.library = subject.library()
         self.most = {s.name: s.max for s in self.plan.symbols}
         self.signatures = {k.symbol: k.signature for k in self.plan.kernels}
         self.worst = 0.0

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from adaptc import backends, blocks
+from adaptc.errors import ArtifactError
 from adaptc.formats import FORMATS
 from adaptc.ir.build import short_name
 from adaptc.ir.module import STEP, Program, Weight, callee, source_of, spec_of
@@ -34,13 +35,14 @@ class Subject:
     """An artifact and what the oracle reads of it.
 
     Values of weights come from the artifact's packed bytes; ``weights.check`` holds them against the digests of the
-    model's own tensors.
+    model's own tensors. ``level`` is the CPU level whose kernels are tried: the one that loading takes.
     """
 
     def __init__(self, path):
         self.artifact: Artifact = load_artifact(path)
         self.plan = self.artifact.plan
         self.backend = backends.launcher(self.plan.backend)
+        self.level = self.backend.choose_level(self.plan)
         self.codegen = backends.codegen(self.plan.backend)
         self.captured = Program.parse(self.artifact.read("ir/captured.mlir").decode(), "ir/captured.mlir")
         self.laid_out = Program.parse(self.artifact.read("ir/laid_out.mlir").decode(), "ir/laid_out.mlir")
@@ -77,7 +79,25 @@ class Subject:
         return f"{operator.id} {operator.op}", operator.source
 
     def load(self, threads: int, pages: dict[str, int]):
-        return self.backend.load(self.plan, self.artifact.objects, self.artifact.weights, threads=threads, pages=pages)
+        objects = self.artifact.kernels(self.level)
+        return self.backend.load(self.plan, objects, self.artifact.weights, threads=threads, pages=pages)
+
+    def library(self):
+        """The kernels of ``level``, to be called one at a time."""
+        return self.backend.library(self.artifact.kernels(self.level))
+
+    def not_run(self) -> list[str]:
+        """A sentence for each of the artifact's levels whose kernels aren't tried here, with the reason."""
+        sentences = []
+        for level in self.plan.levels:
+            if level != self.level:
+                try:
+                    self.backend.choose_level(self.plan, level)
+                    reason = f"loading takes {self.level} on this machine"
+                except ArtifactError as error:
+                    reason = error.message
+                sentences.append(f"kernels for {level}: not run ({reason})")
+        return sentences
 
 
 def _places(program: Program, function, arguments: list, path: str):
