@@ -13,7 +13,7 @@ import types
 import typing
 from dataclasses import dataclass
 
-from adaptc.errors import ArtifactError
+from adaptc.errors import ArtifactError, NewerFormatError
 
 PLAN_VERSION = 1
 
@@ -174,7 +174,7 @@ class Plan:
             raise ArtifactError(f"plan.json is not JSON: {error}") from error
         version = data.get("version") if isinstance(data, dict) else None
         if isinstance(version, int) and version > PLAN_VERSION:
-            raise ArtifactError(f"plan.json has format version {version}; this adaptc reads up to {PLAN_VERSION}.",
+            raise NewerFormatError(f"plan.json has format version {version}; this adaptc reads up to {PLAN_VERSION}.",
                                 hint="Install a newer adaptc or compile the model again.")
         plan = _parse(Plan, data, "plan")
         if version is None or version < 1:

@@ -17,7 +17,7 @@ from adaptc.backends.cpu.context import CYCLES, RUN, WORKER, Command, Context
 from adaptc.backends.cpu.elf import Image
 from adaptc.backends.cpu.levels import level_of
 from adaptc.backends.cpu.memory import ALIGNMENT, Region
-from adaptc.errors import ArtifactError, OptionError, one_of
+from adaptc.errors import ArtifactError, OptionError, WrongMachineError, one_of
 from adaptc.plan import Buffer, Plan
 
 _Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
@@ -369,10 +369,10 @@ class CpuLauncher:
             raise ArtifactError(f"plan.json: {error}", hint="Install a newer adaptc.") from error
         machine = platform.machine()
         if machine != level.machine:
-            raise ArtifactError(f"the artifact is for {level.machine} CPUs ({plan.level}), but this one is {machine}.")
+            raise WrongMachineError(f"the artifact is for {level.machine} CPUs ({plan.level}), but this one is {machine}.")
         missing = [flag for flag in level.flags if flag not in _host_flags()]
         if missing:
-            raise ArtifactError(
+            raise WrongMachineError(
                 f"the artifact is for CPU level {plan.level}, but this CPU lacks {', '.join(missing)}.",
                 hint="Run it on a newer machine, or compile it for a lower level.",
             )
