@@ -212,16 +212,27 @@ class Detokenizer:
         """The text that became certain with ``token``; "" within a character."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith(REPLACEMENT) or len(text) <= len(self._known):
+        if len(text) <= len(self._known):
             return ""
-        return self._emit(text)
+        return self._emit(text, len(self._ids)) if not text.endswith(REPLACEMENT) else self._certain(text)
 
     def flush(self) -> str:
         """What is still held back when no token follows: the start of a character that never ended."""
-        return self._emit(self._tokenizer.decode(self._ids[self._start :]))
+        return self._emit(self._tokenizer.decode(self._ids[self._start :]), len(self._ids))
 
-    def _emit(self, text: str) -> str:
-        piece, whole = text[len(self._known) :], len(self._ids)
+    def _certain(self, text: str) -> str:
+        """The part of a text with a broken end that no token can mend: a character that is still incomplete began
+        within the last three tokens, since each brought a byte of it and the longest characters have four."""
+        end = len(self._ids) - 3
+        if end <= self._whole:
+            return ""
+        start = self._tokenizer.decode(self._ids[self._start : end])
+        whole = len(start) > len(self._known) and text.startswith(start)  # not within a character that is complete now
+        return self._emit(start, end) if whole else ""
+
+    def _emit(self, text: str, whole: int) -> str:
+        """The new part of ``text``, that of ids[start:whole], from where the window then goes on."""
+        piece = text[len(self._known) :]
         self._start = self._whole
         self._whole = whole
         self._known = self._tokenizer.decode(self._ids[self._start : whole])
