@@ -11,7 +11,9 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from adaptc.errors import ArtifactError, NewerFormatError
 
@@ -180,6 +182,17 @@ class Plan:
         if version is None or version < 1:
             raise ArtifactError(f"plan.version: expected a number from 1 to {PLAN_VERSION}, got {version!r}")
         return plan
+
+
+def evaluate(form: Mapping[str, int], symbols: Mapping[str, float]) -> float:
+    """A sum of products of symbols (``Operator.flops``, ``traffic``) for given values, e.g. {"": 5, "T*C<512": 3} with
+    T and C: ``C<512`` is at most 512 of C."""
+    return sum(n * prod(_value(s, symbols) for s in key.split("*") if s) for key, n in form.items())
+
+
+def _value(symbol: str, symbols: Mapping[str, float]) -> float:
+    name, _, most = symbol.partition("<")
+    return min(symbols[name], int(most)) if most else symbols[name]
 
 
 def _parse(kind, data, where: str):

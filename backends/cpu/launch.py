@@ -114,11 +114,13 @@ class CpuExecutable:
         pointers: list[list[int]] = []
         addresses: list[int] = []
         self._owners: list[int] = []
+        self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         for segment in self._plan.segments:
             if segment.kind != "native":
                 raise ArtifactError(f"the plan has a {segment.kind!r} segment; the cpu backend runs native ones only.")
             for operator in segment.operators:
+                self._starts[operator.id] = len(self._owners)
                 for call in operator.calls:
                     where = f"operator {operator.id} ({operator.op})"
                     kernel = kernels.get(call.kernel)
@@ -199,7 +201,8 @@ class CpuExecutable:
         """uint8 [num_pages, page_bytes] over a state's page pool."""
         return self._memory.pool(name)
 
-    def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, times: bool = False):
+    def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, only: int | None = None,
+            times: bool = False):  # fmt: skip
         """One step; see the protocol. Raises OptionError for symbol values out of range or an unknown operator."""
         with self._lock:
             if not self._finalizer.alive:
@@ -209,17 +212,18 @@ class CpuExecutable:
                 if not 0 <= value <= self._maxima[name]:
                     self._checked(symbols)
                 self._values[index] = value
-            if stop_after is None:
-                count = len(self._owners)
-            elif stop_after in self._ends:
-                count = self._ends[stop_after]
-            else:
-                raise one_of("operator", stop_after, self._ends)
+            for operator in (stop_after, only):
+                if operator is not None and operator not in self._ends:
+                    raise one_of("operator", operator, self._ends)
+            first = self._starts.get(only, 0)
+            last = self._ends.get(stop_after if only is None else only, len(self._owners))
+            count = last - first
+            self._context.commands = ctypes.addressof(self._commands) + first * ctypes.sizeof(Command)
             self._context.count = count
             self._context.times = ctypes.addressof(self._stamps) if times else None
             if count:
                 self._run(self._region.address, self._threads)
-            return self._spent(count) if times else None
+            return self._spent(first, last) if times else None
 
     def close(self) -> None:
         """Stops the threads. Arrays that were handed out stay valid."""
@@ -227,10 +231,11 @@ class CpuExecutable:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _spent(self, count: int) -> dict[int, float]:
-        cycles = np.diff(np.frombuffer(self._stamps, np.int64, count + 1)).tolist()
-        spent = {operator: 0 for operator, end in self._ends.items() if end <= count}
-        for owner, taken in zip(self._owners, cycles):
+    def _spent(self, first: int, last: int) -> dict[int, float]:
+        """Seconds by operator of the commands ``first`` to ``last``, which have just run."""
+        cycles = np.diff(np.frombuffer(self._stamps, np.int64, last - first + 1)).tolist()
+        spent = {o: 0 for o, end in self._ends.items() if first <= self._starts[o] and end <= last}
+        for owner, taken in zip(self._owners[first:last], cycles):
             spent[owner] += taken
         return {operator: total * self._rate for operator, total in spent.items()}
 
