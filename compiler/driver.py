@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
-from adaptc.errors import InputError, OptionError, one_of
+from adaptc.errors import InputError, OptionError, OutputError, one_of
 from adaptc.options import CompileOptions
 
 if TYPE_CHECKING:
     from adaptc.ir.module import Program
+    from adaptc.passes.pipeline import After, PassTime
     from adaptc.plan import Plan
     from adaptc.planner.coverage import CoverageRow
     from adaptc.planner.profile import ProfileRow
@@ -29,6 +30,9 @@ between the best two below which a greedy token may differ."""
 
 PROFILE_CONTEXT = 1024
 """Cache rows that the profile table assumes a request has."""
+
+COVERAGE_TOKENS = 1
+"""Tokens of the step whose FLOPs and bytes coverage gives shares of."""
 
 
 @dataclass
@@ -108,6 +112,48 @@ def compile_model(model: str | os.PathLike, target: str = "cpu", *, output: str 
     return report
 
 
+def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> "list[CoverageRow]":
+    """How ``target`` carries out every operator of ``model``, whether or not it can be compiled for it."""
+    from adaptc.passes.pipeline import layout, lower_to, run_passes
+    from adaptc.planner.coverage import Lenient, survey
+
+    captured, setup = _open(model, target, options)
+    lenient = Lenient(setup.codegen)
+    passes = layout(setup.pass_options(captured), lenient)
+    decompose = next(i for i, one in enumerate(passes) if one.name == "decompose")
+    whole = lower_to(captured, "sharded").last.copy()
+    run_passes(whole, passes[:decompose])
+    decomposed = whole.copy()
+    run_passes(decomposed, passes[decompose : decompose + 1])
+    return survey(captured, whole, decomposed, setup.codegen, setup.codegen.packed_bytes,
+                  {"T": COVERAGE_TOKENS, "R": 1, "S": 1, "C": PROFILE_CONTEXT})
+
+
+def optimise(path: str | os.PathLike, passes: Sequence[str] = (), to: str = "", target: str = "cpu",
+             after: "After | None" = None, **options: Any) -> "tuple[Program, tuple[PassTime, ...]]":
+    """The program of a printed stage after ``passes`` (names), or taken to the stage ``to`` by the pipeline; and what
+    each pass took. ``after`` is called with the program after each pass."""
+    from adaptc.passes.pipeline import lower_to, passes_named, run_passes
+
+    if bool(passes) == bool(to):
+        raise OptionError("give either passes or the stage to reach.", hint="For example --passes clean_up.")
+    program = _parse_stage(path)
+    setup = _Setup.of(target, CompileOptions.of(options))
+    chosen, hook = setup.pass_options(program), {"after": after} if after else {}
+    if to:
+        lowered = lower_to(program, to, chosen, setup.codegen, **hook)
+        return lowered.last, lowered.times
+    return program, run_passes(program, passes_named(passes, chosen, setup.codegen), **hook)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a printed stage; OutputError says why it can't."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise OutputError(f"{path} can't be written: {error.strerror or error}.") from error
+
+
 def stage_text(what: str | os.PathLike, stage: str, target: str = "cpu", **options: Any) -> str:
     """The printed IR of ``stage``: of a model, lowered with ``options``; of an artifact, as it was compiled."""
     program, setup = _open(what, target, options)
@@ -121,6 +167,7 @@ class Inspection:
     summary: dict[str, Any]
     memory: dict[str, int]
     plan: "Plan"
+    profile: "list[ProfileRow]"
 
     def to_dict(self) -> dict[str, Any]:
         return {"summary": self.summary, "memory": self.memory}
@@ -139,7 +186,7 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
         "bodies": {name: len(lowered.calls(name)) for name in lowered.functions() if name != "step"},
         "options": setup.options.to_dict(),
     }
-    return Inspection(summary, _memory(plan), plan)
+    return Inspection(summary, _memory(plan), plan, _profile(setup, lowered, plan))
 
 
 @dataclass(frozen=True)
@@ -165,17 +212,22 @@ class _Setup:
             raise OptionError(f"max_context is {self.options.max_context}, but the model's positions end at {most}.")
         return self.options.max_context or most
 
+    def pass_options(self, program: "Program"):
+        """What the passes are told."""
+        from adaptc.passes.pipeline import PassOptions
+
+        o = self.options
+        return PassOptions(weights=o.weights, activations=o.activations, cache=o.kv_dtype, page_size=o.page_size,
+                           key_block=self.target.key_block, max_context=self.context(program),
+                           max_step_tokens=o.max_step_tokens, max_sampled=o.max_requests,
+                           max_requests=o.max_requests)
+
     def lower(self, program: "Program", stage: str) -> "dict[str, Program]":
         """The program in every stage from its own to ``stage``; from a later one than ``laid_out``, that too."""
         from adaptc.ir.lowered import laid_out
-        from adaptc.passes.pipeline import PassOptions, lower_to
+        from adaptc.passes.pipeline import lower_to
 
-        o = self.options
-        options = PassOptions(weights=o.weights, activations=o.activations, cache=o.kv_dtype, page_size=o.page_size,
-                              key_block=self.target.key_block, max_context=self.context(program),
-                              max_step_tokens=o.max_step_tokens, max_sampled=o.max_requests,
-                              max_requests=o.max_requests)
-        programs = lower_to(program, stage, options, self.codegen).programs
+        programs = lower_to(program, stage, self.pass_options(program), self.codegen).programs
         if stage == "lowered" and "laid_out" not in programs:
             programs["laid_out"] = laid_out(programs["lowered"])
         return programs
@@ -237,14 +289,19 @@ def _memory(plan: "Plan") -> dict[str, int]:
             f"cache, a request of {plan.max_context} tokens": full}
 
 
-def _describe(report: CompileReport, setup: _Setup, lowered: "Program", plan: "Plan") -> None:
-    from adaptc.planner.coverage import coverage
+def _profile(setup: _Setup, lowered: "Program", plan: "Plan") -> "list[ProfileRow]":
+    """The compute profile of a decode step and of the longest prefill step."""
     from adaptc.planner.profile import profile
 
-    packed = setup.codegen.packed_bytes
-    context = min(PROFILE_CONTEXT, plan.max_context)
-    for tokens in sorted({1, plan.max_step_tokens}):
-        report.profile += profile(lowered, setup.target, packed, tokens=tokens, context=context)
+    packed, context = setup.codegen.packed_bytes, min(PROFILE_CONTEXT, plan.max_context)
+    return [row for tokens in sorted({1, plan.max_step_tokens})
+            for row in profile(lowered, setup.target, packed, tokens=tokens, context=context)]
+
+
+def _describe(report: CompileReport, setup: _Setup, lowered: "Program", plan: "Plan") -> None:
+    from adaptc.planner.coverage import coverage
+
+    report.profile = _profile(setup, lowered, plan)
     report.coverage = coverage(lowered, setup.codegen)
     report.memory = _memory(plan)
     report.bodies = {name: len(lowered.calls(name)) for name in lowered.functions() if name != "step"}

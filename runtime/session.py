@@ -250,7 +250,8 @@ class Session:
                      numbered: bool = False) -> Iterator[list[_Generation]]:  # fmt: skip
         """Starts a generation for each sample of each prompt; whatever ends the block, their pages are free then."""
         self._check_open()
-        stop_ids = set(options.stop_token_ids) | (set() if options.ignore_eos else set(self.artifact.text_info.stop_ids))
+        own = () if options.ignore_eos else self.artifact.text_info.stop_ids
+        stop_ids = {*options.stop_token_ids, *own}
         requests: list[int] = []
         generations: list[_Generation] = []
         try:

@@ -201,7 +201,7 @@ class CpuExecutable:
         """uint8 [num_pages, page_bytes] over a state's page pool."""
         return self._memory.pool(name)
 
-    def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, only: int | None = None,
+    def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, only: Sequence[int] | None = None,
             times: bool = False):  # fmt: skip
         """One step; see the protocol. Raises OptionError for symbol values out of range or an unknown operator."""
         with self._lock:
@@ -212,18 +212,30 @@ class CpuExecutable:
                 if not 0 <= value <= self._maxima[name]:
                     self._checked(symbols)
                 self._values[index] = value
-            for operator in (stop_after, only):
-                if operator is not None and operator not in self._ends:
+            for operator in (*(() if stop_after is None else (stop_after,)), *(only or ())):
+                if operator not in self._ends:
                     raise one_of("operator", operator, self._ends)
-            first = self._starts.get(only, 0)
-            last = self._ends.get(stop_after if only is None else only, len(self._owners))
-            count = last - first
-            self._context.commands = ctypes.addressof(self._commands) + first * ctypes.sizeof(Command)
-            self._context.count = count
-            self._context.times = ctypes.addressof(self._stamps) if times else None
-            if count:
-                self._run(self._region.address, self._threads)
-            return self._spent(first, last) if times else None
+            if only is None:
+                owners = self._owners[: self._ends.get(stop_after, len(self._owners))]
+                commands, stamps = self._commands, self._stamps
+            else:
+                chosen = [i for operator in only for i in range(self._starts[operator], self._ends[operator])]
+                owners = [self._owners[i] for i in chosen]
+                commands = (Command * max(1, len(chosen)))(*(self._commands[i] for i in chosen))
+                stamps = (ctypes.c_int64 * (len(chosen) + 1))()
+            self._context.commands = ctypes.addressof(commands)
+            self._context.count = len(owners)
+            self._context.times = ctypes.addressof(stamps) if times else None
+            try:
+                if owners:
+                    self._run(self._region.address, self._threads)
+            finally:  # closing runs once more, without commands: nothing of this step may be used then
+                self._context.commands = ctypes.addressof(self._commands)
+                self._context.times = None
+            if not times:
+                return None
+            ran = [o for o, end in self._ends.items() if end <= len(owners)] if only is None else only
+            return self._spent(dict.fromkeys(ran, 0), owners, stamps)
 
     def close(self) -> None:
         """Stops the threads. Arrays that were handed out stay valid."""
@@ -231,11 +243,10 @@ class CpuExecutable:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _spent(self, first: int, last: int) -> dict[int, float]:
-        """Seconds by operator of the commands ``first`` to ``last``, which have just run."""
-        cycles = np.diff(np.frombuffer(self._stamps, np.int64, last - first + 1)).tolist()
-        spent = {o: 0 for o, end in self._ends.items() if first <= self._starts[o] and end <= last}
-        for owner, taken in zip(self._owners[first:last], cycles):
+    def _spent(self, spent: dict[int, float], owners: Sequence[int], stamps) -> dict[int, float]:
+        """Seconds by operator, of commands that have just run."""
+        cycles = np.diff(np.frombuffer(stamps, np.int64, len(owners) + 1)).tolist()
+        for owner, taken in zip(owners, cycles):
             spent[owner] += taken
         return {operator: total * self._rate for operator, total in spent.items()}
 
