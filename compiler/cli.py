@@ -126,8 +126,8 @@ def run(artifact, prompt, chat, system, tools, max_tokens, n, logit_bias, thread
     """Runs ARTIFACT on PROMPT and streams the answer. With neither PROMPT nor --chat, reads standard input."""
     from adaptc.runtime.session import load
 
-    options |= {"logit_bias": _bias(logit_bias), "tools": _tools(tools), "n": n}
     request = _request(prompt, chat, system, tools)
+    options |= {"logit_bias": _bias(logit_bias), "tools": _tools(tools), "n": n}
     start = time.perf_counter()
     with load(artifact, threads=threads) as session:
         loaded = time.perf_counter() - start

@@ -552,7 +552,7 @@ def test_the_next_sample_goes_on_with_an_aborted_ones_prefill(interrupt, monkeyp
 
 
 def test_penalties_and_bias_act_on_the_requests_own_tokens():
-    """Two requests of one step with opposite options; forbidden tokens never come; log-probabilities are the model's."""
+    """Two requests of one step with opposite options; forbidden tokens never come; logprobs are the model's."""
     eng = engine()
     bias = {token: -np.inf for token in range(VOCABULARY) if token != 7}
     first = eng.add(PROMPT, max_tokens=4, sampling=Sampling(logit_bias=bias, logprobs=2))
