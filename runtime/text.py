@@ -181,7 +181,11 @@ def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence
     hidden = marks.hide(given)
     if hidden == _plain(given):
         return tokenizer.encode_rendered(template.render(messages, **variables))
-    text, controls = marks.alias(template.render(hidden.pop("messages"), **hidden))
+    try:
+        rendered = template.render(hidden.pop("messages"), **hidden)
+    except TemplateError as error:  # it may quote what it was given
+        raise TemplateError(marks.show(error.message)) from error
+    text, controls = marks.alias(rendered)
     return tokenizer.encode_literal(marks.show(text), controls)
 
 

@@ -335,6 +335,12 @@ def test_control_tokens_in_tools_documents_and_roles_stay_text(smollm2):
     assert smollm2.ours.decode(ids).count("<|im_end|>") == 8
 
 
+def test_a_refusal_quotes_what_was_said():
+    template = ChatTemplate("{{ raise_exception('not ' + messages[0].content) }}")
+    with pytest.raises(RequestError, match=r"these messages: not a<\|end\|>\.$"):
+        encode_chat(tokenizer(), template, [{"content": "a<|end|>"}])
+
+
 def test_a_role_may_complete_a_control_token_of_the_template():
     """Zephyr's and Phi-3's templates write <|{{ role }}|>."""
     tok = tokenizer()
