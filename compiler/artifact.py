@@ -21,7 +21,7 @@ from pathlib import Path
 import adaptc
 from adaptc import artifact_format as names
 from adaptc.artifact_format import ALIGNMENT, FORMAT_VERSION, TextInfo, canonical, manifest_digest
-from adaptc.errors import OutputError
+from adaptc.errors import ExistsError, OutputError
 from adaptc.plan import Plan
 
 
@@ -75,10 +75,10 @@ def check_output(out: Path, *, force: bool) -> None:
     if not os.path.lexists(out):
         return
     if not force:
-        raise OutputError(f"{out} already exists.", hint="Give another name or --force to replace it.")
+        raise ExistsError(f"{out} already exists.", hint="Give another name or --force to replace it.")
     replaceable = not out.is_symlink() and out.is_dir() and ((out / names.MANIFEST).exists() or not any(out.iterdir()))
     if not replaceable:
-        raise OutputError(f"{out} exists and is not an adaptc artifact (it has no {names.MANIFEST}), so it is kept.",
+        raise ExistsError(f"{out} exists and is not an adaptc artifact (it has no {names.MANIFEST}), so it is kept.",
                           hint="Give another name or remove it yourself.")  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def _output_error(out: Path, contents: ArtifactContents, error: OSError) -> Outp
         return OutputError(f"Can't write {out}: {error.strerror.lower()}. Its weights alone take {need:.0f} MB.",
                            hint="Free some space or write to another disk.")  # fmt: skip
     if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-        return OutputError(f"Can't write {out}: another writer put something there meanwhile.",
+        return ExistsError(f"Can't write {out}: another writer put something there meanwhile.",
                            hint="Give another name or --force to replace it.")  # fmt: skip
     return OutputError(f"Can't write {out}: {error.strerror or error}.")
 

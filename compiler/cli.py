@@ -1,7 +1,7 @@
 """The ``adaptc`` command. Options mirror the dataclasses they fill; every command takes ``--json``.
 
-Exit codes: 0 done, 2 bad input or usage (one clear sentence on stderr), 130 interrupted, 1 `verify` found something
-(or our own bug).
+Exit codes: 0 done, 2 bad input or usage (one clear sentence on stderr, with the id that docs/errors.md explains),
+130 interrupted, 1 `verify` found something, `coverage` found operators missing, or our own bug.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import click
 
-from adaptc.errors import AdaptcError, InputError, OptionError, RequestError
+from adaptc.errors import AdaptcError, DamagedFileError, InputError, OptionError, RequestError
 from adaptc.options import CHOICES, CompileOptions
 
 
@@ -25,7 +25,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except AdaptcError as error:
-            click.echo(f"adaptc: {error}", err=True)
+            click.echo(f"adaptc: [{error.code}] {error}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             exec("")  # CPython remembers an interrupt within a text's exec (dataclasses, say) and would end by SIGINT
@@ -107,46 +107,63 @@ def compile_command(model, target, output, from_ir, goldens, force, workers, as_
 @click.argument("prompt", required=False)
 @click.option("--chat", help="A user message, put into the model's chat template, instead of a plain PROMPT.")
 @click.option("--system", help="A system message before --chat.")
+@click.option("--tools", type=click.Path(path_type=Path), help="A JSON file of function schemas, for --chat.")
 @click.option("--max-tokens", default=128, show_default=True, help="Tokens to generate at most.")
 @click.option("--temperature", default=0.0, show_default=True, help="0 = greedy.")
 @click.option("--top-k", default=0, show_default=True, help="Sample among the k likeliest tokens; 0 = all.")
 @click.option("--top-p", default=1.0, show_default=True, help="Sample among tokens of this total probability.")
+@click.option("--min-p", default=0.0, show_default=True, help="… at least this times as likely as the likeliest.")
+@click.option("--repetition-penalty", default=1.0, show_default=True, help="Divides logits of tokens seen; 1 = off.")
+@click.option("--presence-penalty", default=0.0, show_default=True, help="Taken from logits of tokens of the answer.")
+@click.option("--frequency-penalty", default=0.0, show_default=True, help="… once for each time they occur there.")
+@click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to a token's logit; may be repeated.")
+@click.option("--logprobs", type=int, default=None, help="With --json: log-probabilities, also of N tokens.")
+@click.option("-n", default=1, show_default=True, help="Samples of the prompt; more than one are printed at the end.")
 @click.option("--seed", type=int, default=None, help="Makes sampling repeatable.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
 @click.option("--threads", type=int, default=None, help="Threads. [default: the free cores]")
 @click.option("--level", help="Which of the artifact's levels to run. [default: the best that this machine runs]")
 @_as_json
-def run(artifact, prompt, chat, system, max_tokens, temperature, top_k, top_p, seed, stop, ignore_eos, threads,
-        level, as_json) -> None:
+def run(artifact, prompt, chat, system, tools, max_tokens, n, logit_bias, threads, level, as_json, **options) -> None:
     """Runs ARTIFACT on PROMPT and streams the answer. With neither PROMPT nor --chat, reads standard input."""
     from adaptc.runtime.session import load
 
-    if system is not None and chat is None:
-        raise OptionError("--system needs --chat: a plain prompt has no system message.")
-    if chat is not None and prompt is not None:
-        raise OptionError("both PROMPT and --chat are given; which of them is meant?")
-    if chat is not None:
-        request = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": chat}]
-    else:
-        request = prompt if prompt is not None else _standard_input()
+    request = _request(prompt, chat, system, tools)
+    options |= {"logit_bias": _bias(logit_bias), "tools": _tools(tools), "n": n}
     start = time.perf_counter()
     with load(artifact, threads=threads, level=level) as session:
         loaded = time.perf_counter() - start
-        stream = session.stream(request, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                                seed=seed, stop=stop, ignore_eos=ignore_eos)
-        for piece in stream:
-            if not as_json:
-                click.echo(piece, nl=False)
-                sys.stdout.flush()
-        result = stream.result
+        if n > 1:
+            results = session.generate(request, max_tokens, **options)
+        else:
+            stream = session.stream(request, max_tokens, **options)
+            for piece in stream:
+                if not as_json:
+                    click.echo(piece, nl=False)
+                    sys.stdout.flush()
+            results = [stream.result]
     if as_json:
-        click.echo(json.dumps({"text": result.text, "token_ids": result.token_ids, "ttft_s": result.ttft_s,
-                               "tpot_s": result.tpot_s, "finish_reason": result.finish_reason, "load_s": loaded}))
-    else:
-        speed = f", {1 / result.tpot_s:.1f} tokens/s" if result.tpot_s else ""
-        counts = f"{len(result.token_ids)} tokens, load {loaded:.2f} s, TTFT {result.ttft_s:.2f} s{speed}"
-        click.echo(f"\n[{counts}]", err=True)
+        found = [asdict(result) | {"load_s": loaded} for result in results]
+        click.echo(json.dumps(found if n > 1 else found[0]))
+        return
+    for number, result in enumerate(results if n > 1 else ()):
+        click.echo(f"[{number}] {result.text}")
+    tokens, first = sum(len(r.token_ids) for r in results), results[0]
+    speed = f", {1 / first.tpot_s:.1f} tokens/s" if first.tpot_s else ""
+    click.echo(f"\n[{tokens} tokens, load {loaded:.2f} s, TTFT {first.ttft_s:.2f} s{speed}]", err=True)
+
+
+def _request(prompt, chat, system, tools):
+    """What `run` continues: text, or the messages of a chat."""
+    if chat is not None and prompt is not None:
+        raise OptionError("both PROMPT and --chat are given; which of them is meant?")
+    if chat is None:
+        for name, value in (("--system", system), ("--tools", tools)):
+            if value is not None:
+                raise OptionError(f"{name} needs --chat: a plain prompt has no messages.")
+        return prompt if prompt is not None else _standard_input()
+    return ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": chat}]
 
 
 def _standard_input() -> str:
@@ -159,15 +176,32 @@ def _standard_input() -> str:
         raise RequestError(f"The prompt on standard input is not UTF-8: {what}.") from error
 
 
+def _bias(pairs: tuple[str, ...]) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in pairs)}
+    except ValueError:
+        raise OptionError(f"--logit-bias must be ID=BIAS, for example 42=-1.5; got {' '.join(pairs)}.") from None
+
+
+def _tools(path: Path | None):
+    if path is None:
+        return None
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DamagedFileError(f"{path} can't be read as JSON: {error}.") from error
+
+
 @main.command()
 @click.argument("what")
 @click.option("--ir", "stage", help="Print this stage: captured, fused, sharded, laid_out or lowered.")
 @click.option("--plan", "show_plan", is_flag=True, help="Print the plan: operators, kernels and buffers.")
 @click.option("--memory", "show_memory", is_flag=True, help="Print the memory plan.")
+@click.option("--profile-table", "show_profile", is_flag=True, help="Print FLOPs, bytes and bound of every operator.")
 @click.option("--target", default="cpu", show_default=True, help="Target whose passes shape a model's later stages.")
 @_compile_options
 @_as_json
-def inspect(what, stage, show_plan, show_memory, target, as_json, **options) -> None:
+def inspect(what, stage, show_plan, show_memory, show_profile, target, as_json, **options) -> None:
     """Shows what is in WHAT: a model or an artifact. Without a flag, a summary."""
     from adaptc import driver, report
 
@@ -182,8 +216,58 @@ def inspect(what, stage, show_plan, show_memory, target, as_json, **options) -> 
         click.echo(facts.plan.to_json() if as_json else report.plan_text(facts.plan), nl=not as_json)
     elif show_memory:
         click.echo(json.dumps(facts.memory, indent=1) if as_json else report.memory_text(facts.memory))
+    elif show_profile:
+        rows = [asdict(row) for row in facts.profile]
+        click.echo(json.dumps(rows, indent=1) if as_json else report.profile_text(facts.profile))
     else:
         click.echo(json.dumps(facts.to_dict(), indent=1) if as_json else report.summary_text(facts))
+
+
+@main.command()
+@click.argument("model")
+@click.option("--target", default="cpu", show_default=True, help="The target; see `adaptc targets`.")
+@_compile_options
+@_as_json
+@click.pass_context
+def coverage(ctx, model, target, as_json, **options) -> None:
+    """Shows how TARGET carries out every operator of MODEL; exits with 1 when one is missing."""
+    from adaptc import driver, report
+
+    rows = driver.coverage(model, target, **options)
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        click.echo(report.survey_text(rows, driver.COVERAGE_TOKENS, driver.PROFILE_CONTEXT))
+    ctx.exit(1 if any(row.missing for row in rows) else 0)
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--passes", default="", help="Names of passes, separated by commas, to run in this order.")
+@click.option("--to", "stage", default="", help="Instead of --passes: run the pipeline up to this stage.")
+@click.option("--print-after", default="", help="Print the program after these passes (names, or all) to stderr.")
+@click.option("--time-passes", is_flag=True, help="Print what each pass took to stderr.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where to write it. [default: standard output]")
+@click.option("--target", default="cpu", show_default=True, help="Target whose backend passes ask.")
+@_compile_options
+def opt(file, passes, stage, print_after, time_passes, output, target, **options) -> None:
+    """Runs passes on FILE, a stage printed by `inspect --ir`, and prints what they make of it."""
+    from adaptc import driver, report
+
+    shown = print_after.split(",") if print_after else []
+
+    def after(program, done) -> None:
+        if done.name in shown or "all" in shown:
+            click.echo(f"// after {done.name}\n{program.text()}", err=True)
+
+    chosen = [name.strip() for name in passes.split(",") if name.strip()]
+    program, times = driver.optimise(file, chosen, stage, target, after, **options)
+    if time_passes:
+        click.echo(report.times_text(times), err=True)
+    if output is None:
+        click.echo(program.text(), nl=False)
+    else:
+        driver.write_text(output, program.text())
 
 
 @main.command()
@@ -197,7 +281,6 @@ def inspect(what, stage, show_plan, show_memory, target, as_json, **options) -> 
 @_as_json
 def verify(artifact, level, against, text, plot, as_json) -> None:
     """Checks ARTIFACT against its own captured program. Exit code 0: it passes; 1: it doesn't; 2: bad input."""
-    from adaptc.errors import OptionError
     from adaptc.verify import LEVELS
     from adaptc.verify import verify as check
     from adaptc.verify.plot import write
@@ -215,11 +298,49 @@ def verify(artifact, level, against, text, plot, as_json) -> None:
 
 
 @main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--prompt-lengths", default="32,128", show_default=True, help="Tokens of prompts, separated by commas.")
+@click.option("--concurrency", default="1,4", show_default=True, help="Requests at once, separated by commas.")
+@click.option("--new-tokens", default=32, show_default=True, help="Tokens generated for each request.")
+@click.option("--ops", is_flag=True, help="Also run attention and matrix kernels alone.")
+@click.option("--seed", default=0, show_default=True, help="Of the prompts, which are random token ids.")
+@click.option("--threads", type=int, default=None, help="Threads. [default: the free cores]")
+@click.option("--level", help="Which of the artifact's levels to run. [default: the best that this machine runs]")
+@_as_json
+def bench(artifact, prompt_lengths, concurrency, new_tokens, ops, seed, threads, level, as_json) -> None:
+    """Measures ARTIFACT here: TTFT, TPOT, throughput and memory over prompt lengths and concurrency."""
+    from adaptc import report
+    from adaptc.runtime.bench import bench as measure
+    from adaptc.runtime.session import load
+
+    with load(artifact, threads=threads, level=level) as session:
+        found = measure(session, prompt_lengths=_numbers("--prompt-lengths", prompt_lengths),
+                        concurrency=_numbers("--concurrency", concurrency), new_tokens=new_tokens, seed=seed,
+                        operators=ops, threads=threads, progress=_Bars(as_json))
+    click.echo(json.dumps(found.to_dict(), indent=1) if as_json else report.bench_text(found))
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise OptionError(f"{name} must be integers separated by commas, got {text!r}.") from None
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell) -> None:
+    """Prints the completion script of SHELL, for example: eval "$(adaptc completion bash)"."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    click.echo(kind(main, {}, "adaptc", "_ADAPTC_COMPLETE").source())
+
+
+@main.command()
 @_as_json
 def targets(as_json) -> None:
     """Lists the targets."""
-    from dataclasses import asdict
-
     from adaptc import report
     from adaptc import targets as known
 

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
-from adaptc.errors import InputError, LegalityError, OptionError, one_of
+from adaptc.errors import InputError, LegalityError, OptionError, OutputError, one_of
 from adaptc.options import CompileOptions
 
 if TYPE_CHECKING:
     from adaptc.ir.module import Program
+    from adaptc.passes.pipeline import After, PassTime
     from adaptc.plan import Plan
     from adaptc.planner.coverage import CoverageRow
     from adaptc.planner.profile import ProfileRow
@@ -31,6 +32,9 @@ between the best two below which a greedy token may differ."""
 
 PROFILE_CONTEXT = 1024
 """Cache rows that the profile table assumes a request has."""
+
+COVERAGE_TOKENS = 1
+"""Tokens of the step whose FLOPs and bytes coverage gives shares of."""
 
 
 @dataclass
@@ -117,6 +121,49 @@ def compile_model(model: str | os.PathLike, target: str = "cpu", *, output: str 
     return report
 
 
+def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> "list[CoverageRow]":
+    """How ``target`` carries out every operator of ``model``, whether or not it can be compiled for it."""
+    from adaptc.passes.pipeline import layout, lower_to, run_passes
+    from adaptc.planner.coverage import Lenient, survey
+
+    captured, setup = _open(model, target, options)
+    lenient = Lenient(setup.codegen)
+    passes = layout(setup.pass_options(captured), lenient, setup.target.key_block)
+    decompose = next(i for i, one in enumerate(passes) if one.name == "decompose")
+    whole = lower_to(captured, "sharded").last.copy()
+    run_passes(whole, passes[:decompose])
+    decomposed = whole.copy()
+    run_passes(decomposed, passes[decompose : decompose + 1])
+    return survey(captured, whole, decomposed, setup.codegen, setup.codegen.packed_bytes,
+                  {"T": COVERAGE_TOKENS, "R": 1, "S": 1, "C": PROFILE_CONTEXT})
+
+
+def optimise(path: str | os.PathLike, passes: Sequence[str] = (), to: str = "", target: str = "cpu",
+             after: "After | None" = None, **options: Any) -> "tuple[Program, tuple[PassTime, ...]]":
+    """The program of a printed stage after ``passes`` (names), or taken to the stage ``to`` by the pipeline; and what
+    each pass took. ``after`` is called with the program after each pass."""
+    from adaptc.passes.pipeline import lower_to, passes_named, run_passes
+
+    if bool(passes) == bool(to):
+        raise OptionError("give either passes or the stage to reach.", hint="For example --passes clean_up.")
+    program = _parse_stage(path)
+    setup = _Setup.of(target, CompileOptions.of(options))
+    rest = (setup.pass_options(program), setup.codegen, setup.target.key_block)
+    hook = {"after": after} if after else {}
+    if to:
+        lowered = lower_to(program, to, *rest, **hook)
+        return lowered.last, lowered.times
+    return program, run_passes(program, passes_named(passes, *rest), **hook)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a printed stage; OutputError says why it can't."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise OutputError(f"{path} can't be written: {error.strerror or error}.") from error
+
+
 def stage_text(what: str | os.PathLike, stage: str, target: str = "cpu", **options: Any) -> str:
     """The printed IR of ``stage``: of a model, lowered with ``options``; of an artifact, as it was compiled."""
     program, setup = _open(what, target, options)
@@ -130,6 +177,7 @@ class Inspection:
     summary: dict[str, Any]
     memory: dict[str, int]
     plan: "Plan"
+    profile: "list[ProfileRow]"
 
     def to_dict(self) -> dict[str, Any]:
         return {"summary": self.summary, "memory": self.memory}
@@ -153,7 +201,7 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
     }
     if (Path(what) / MANIFEST).is_file():
         summary["goldens"] = "present" if (Path(what) / GOLDENS).is_file() else "none"
-    return Inspection(summary, _memory(plan), plan)
+    return Inspection(summary, _memory(plan), plan, _profile(setup, lowered, plan))
 
 
 @dataclass(frozen=True)
@@ -183,16 +231,20 @@ class _Setup:
             raise OptionError(f"max_context is {self.options.max_context}, but the model's positions end at {most}.")
         return self.options.max_context or most
 
+    def pass_options(self, program: "Program") -> CompileOptions:
+        """What the passes are told: the context as a number of tokens."""
+        return replace(self.options, max_context=self.context(program))
+
     def lower(self, program: "Program", stage: str) -> "dict[str, Program]":
         """The program in every stage from its own to ``stage``; from a later one than ``laid_out``, that too."""
         from adaptc.ir.lowered import laid_out
         from adaptc.passes.pipeline import lower_to
 
-        options = replace(self.options, max_context=self.context(program))
-        programs = lower_to(program, stage, options, self.codegen, self.target.key_block).programs
+        options, key_block = self.pass_options(program), self.target.key_block
+        programs = lower_to(program, stage, options, self.codegen, key_block).programs
         if program.stage == "lowered":
             programs["laid_out"] = laid_out(program)
-            again = lower_to(programs["laid_out"], stage, options, self.codegen, self.target.key_block).last
+            again = lower_to(programs["laid_out"], stage, options, self.codegen, key_block).last
             if program.fact("max_symbols") == again.fact("max_symbols"):  # else made with other options: see _check
                 _check_same(program, again)
         return programs
@@ -318,14 +370,19 @@ def _bodies(program: "Program") -> dict[str, int]:
     return {name: len(calls) for name, _, calls in bodies(program)}
 
 
-def _describe(report: CompileReport, setup: _Setup, lowered: "Program", plan: "Plan") -> None:
-    from adaptc.planner.coverage import coverage
+def _profile(setup: _Setup, lowered: "Program", plan: "Plan") -> "list[ProfileRow]":
+    """The compute profile of a decode step and of the longest prefill step."""
     from adaptc.planner.profile import profile
 
-    packed = setup.codegen.packed_bytes
-    context = min(PROFILE_CONTEXT, plan.max_context)
-    for tokens in sorted({1, plan.max_step_tokens}):
-        report.profile += profile(lowered, setup.target, packed, tokens=tokens, context=context)
+    packed, context = setup.codegen.packed_bytes, min(PROFILE_CONTEXT, plan.max_context)
+    return [row for tokens in sorted({1, plan.max_step_tokens})
+            for row in profile(lowered, setup.target, packed, tokens=tokens, context=context)]
+
+
+def _describe(report: CompileReport, setup: _Setup, lowered: "Program", plan: "Plan") -> None:
+    from adaptc.planner.coverage import coverage
+
+    report.profile = _profile(setup, lowered, plan)
     report.coverage = coverage(lowered, setup.codegen)
     report.memory = _memory(plan)
     report.bodies = _bodies(lowered)

@@ -11,9 +11,11 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
-from adaptc.errors import ArtifactError
+from adaptc.errors import ArtifactError, NewerFormatError
 
 PLAN_VERSION = 1
 
@@ -178,12 +180,23 @@ class Plan:
             raise ArtifactError(f"plan.json is not JSON: {error}") from error
         version = data.get("version") if isinstance(data, dict) else None
         if isinstance(version, int) and version > PLAN_VERSION:
-            raise ArtifactError(f"plan.json has format version {version}; this adaptc reads up to {PLAN_VERSION}.",
+            raise NewerFormatError(f"plan.json has format version {version}; this adaptc reads up to {PLAN_VERSION}.",
                                 hint="Install a newer adaptc or compile the model again.")
         plan = _parse(Plan, data, "plan")
         if version is None or version < 1:
             raise ArtifactError(f"plan.version: expected a number from 1 to {PLAN_VERSION}, got {version!r}")
         return plan
+
+
+def evaluate(form: Mapping[str, int], symbols: Mapping[str, float]) -> float:
+    """A sum of products of symbols (``Operator.flops``, ``traffic``) for given values, e.g. {"": 5, "T*C<512": 3} with
+    T and C: ``C<512`` is at most 512 of C."""
+    return sum(n * prod(_value(s, symbols) for s in key.split("*") if s) for key, n in form.items())
+
+
+def _value(symbol: str, symbols: Mapping[str, float]) -> float:
+    name, _, most = symbol.partition("<")
+    return min(symbols[name], int(most)) if most else symbols[name]
 
 
 def _parse(kind, data, where: str):

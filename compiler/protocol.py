@@ -142,9 +142,11 @@ class Executable(Protocol):
     def state(self, name: str):
         """Numpy uint8 array [num_pages, page_bytes] over a state's page pool."""
 
-    def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, times: bool = False):
-        """One step: the plan's kernels with these symbol values, up to and including operator id ``stop_after``.
-        With ``times``, returns seconds spent by operator id; else None."""
+    def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, only: Sequence[int] | None = None,
+            times: bool = False):
+        """One step: the plan's kernels with these symbol values, up to and including operator id ``stop_after``; or
+        the kernels of the operators ``only`` (ids, in this order, as often as they stand there), on whatever the
+        buffers hold. With ``times``, returns seconds spent by operator id; else None."""
 
     def close(self) -> None:
         """Stops threads and releases memory."""

@@ -39,6 +39,55 @@ def profile_text(rows) -> str:
     return "\n\n".join(parts)
 
 
+def bench_text(found) -> str:
+    """The report of ``runtime.bench``."""
+    ms = lambda seconds: f"{1e3 * seconds:.2f}"  # noqa: E731
+    parts = [f"{found.artifact} ({found.level}), seed {found.seed}", table(
+        ("prompt", "requests", "new", "TTFT ms", "worst", "TPOT ms", "worst", "prefill tok/s", "new tok/s"),
+        ((p.prompt_tokens, p.concurrency, p.new_tokens, ms(p.ttft_median), ms(p.ttft_worst), ms(p.tpot_median),
+          ms(p.tpot_worst), f"{p.prefill_per_second:.1f}", f"{p.generated_per_second:.1f}") for p in found.points),
+        right="012345678",
+    )]
+    if found.operators:
+        parts.append("Kernels alone\n" + table(
+            ("phase", "tokens", "context", "operator", "places", "µs a place", "GFLOP/s", "GB/s", "kernels"),
+            ((o.phase, o.tokens, o.context, o.op, o.places, f"{1e6 * o.seconds:.1f}",
+              f"{o.flops / o.seconds / 1e9:.2f}", f"{o.bytes / o.seconds / 1e9:.2f}", " ".join(o.kernels))
+             for o in found.operators), right="124567",
+        ))
+    return "\n\n".join([*parts, memory_text(found.memory)])
+
+
+def survey_text(rows, tokens: int, context: int) -> str:
+    """The report of ``adaptc coverage``."""
+    flops, moved = sum(r.flops for r in rows) or 1, sum(r.bytes for r in rows) or 1
+    share = lambda part, whole: f"{100 * part / whole:.1f} %"  # noqa: E731
+    missing = [r.op for r in rows if r.missing]
+    last = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
+    return "\n".join((
+        f"shares of a step of {tokens} token(s) with {context} in the cache",
+        table(("operator", "places", "FLOPs", "bytes", "status", "modules", "source"),
+              ((r.op, r.count, share(r.flops, flops), share(r.bytes, moved), r.status, ", ".join(r.modules),
+                _few(r.lines)) for r in rows), right="123"),
+        last,
+    ))
+
+
+def _few(lines: Sequence[str], most: int = 2) -> str:
+    """The first lines of source, each file named once: ``modeling.py:65, 66 …``."""
+    shown, last = [], ""
+    for line in lines[:most]:
+        file, _, number = line.rpartition(":")
+        shown.append(number if file == last else line)
+        last = file
+    return ", ".join(shown) + (" …" if len(lines) > most else "")
+
+
+def times_text(times) -> str:
+    """What passes took."""
+    return table(("stage", "pass", "ms"), ((t.stage, t.name, f"{1e3 * t.seconds:.1f}") for t in times), right="2")
+
+
 def coverage_text(rows) -> str:
     return table(("operator", "places", "status", "modules"),
                  ((r.op, r.count, r.status, ", ".join(r.modules)) for r in rows), right="1")

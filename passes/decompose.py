@@ -7,7 +7,7 @@ from typing import Any, Callable, ClassVar
 
 from torch_mlir import ir
 
-from adaptc.errors import UnsupportedError
+from adaptc.errors import MissingOperatorError
 from adaptc.ir.build import Builder
 from adaptc.ir.module import Program, spec_of
 from adaptc.ir.rewrite import Node, merge_equal, nodes, remove_dead
@@ -39,7 +39,7 @@ class Decompose:
         if became:
             program.set_fact("decomposed", {name: sorted(into) for name, into in sorted(became.items())})
         if missing:
-            raise UnsupportedError(
+            raise MissingOperatorError(
                 "the backend has no kernel and the operator table no decomposition for:\n" + "\n".join(missing),
                 hint="\nChoose a backend that has them, or give the backend these operators.",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from adaptc.errors import one_of
@@ -116,6 +117,14 @@ class PassTime:
     seconds: float
 
 
+After = Callable[[Program, PassTime], None]
+"""Called after each pass with what it has made of the program."""
+
+
+def _ignore(program: Program, time: PassTime) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Lowered:
     """A program at every stage that was reached (the given one included), and what the passes took."""
@@ -128,8 +137,30 @@ class Lowered:
         return list(self.programs.values())[-1]
 
 
+def passes_named(names: Sequence[str], options: CompileOptions = CompileOptions(), codegen: Codegen | None = None,
+                 key_block: int = 16) -> tuple[Pass, ...]:
+    """Passes by name, with the options they have in the pipeline. OptionError names one that is none of them."""
+    known = {one.name: one for _, passes in pipeline(options, codegen, key_block) for one in passes}
+    for name in names:
+        if name not in known:
+            raise one_of("pass", name, known)
+    return tuple(known[name] for name in names)
+
+
+def run_passes(program: Program, passes: Sequence[Pass], after: After = _ignore, stage: str = "",
+               ) -> tuple[PassTime, ...]:
+    """Runs passes on a program in place. LegalityError when one broke a rule."""
+    times = []
+    for one in passes:
+        start = time.perf_counter()
+        run_pass(program, one)
+        times.append(PassTime(stage or program.stage, one.name, time.perf_counter() - start))
+        after(program, times[-1])
+    return tuple(times)
+
+
 def lower_to(program: Program, stage: str, options: CompileOptions = CompileOptions(), codegen: Codegen | None = None,
-             key_block: int = 16) -> Lowered:
+             key_block: int = 16, after: After = _ignore) -> Lowered:
     """Takes a program from whatever stage it is in to ``stage``. The given program isn't changed; those of different
     stages share nothing, and each is made from the printed text of the one before. From the laid-out stage on,
     ``options.max_context`` must be a number of tokens.
@@ -146,17 +177,14 @@ def lower_to(program: Program, stage: str, options: CompileOptions = CompileOpti
     if stage not in reachable:
         raise one_of(f"stage to reach from {program.stage!r} {'with' if codegen else 'without'} a backend", stage,
                      reachable)
-    programs, times = {program.stage: program}, []
+    programs, times = {program.stage: program}, ()
     current = program
     for name, passes in stages:
         if name not in ahead[1:] or current.stage == stage:
             continue
         current = current.copy()
-        for one in passes:
-            start = time.perf_counter()
-            run_pass(current, one)
-            times.append(PassTime(name, one.name, time.perf_counter() - start))
+        times += run_passes(current, passes, after, name)
         current.set_fact("stage", name)
         legality.check(current)
         programs[name] = current
-    return Lowered(programs, tuple(times))
+    return Lowered(programs, times)

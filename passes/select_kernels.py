@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from adaptc.errors import UnsupportedError
+from adaptc.errors import MissingOperatorError
 from adaptc.ir import dialect
 from adaptc.ir.lowered import kernel_note
 from adaptc.ir.module import Program, source_of, spec_of
@@ -31,7 +31,7 @@ class SelectKernels:
                 if not row(spec.op).aliases:
                     selection = self.codegen.select(spec)
                     if selection is None:
-                        raise UnsupportedError(
+                        raise MissingOperatorError(
                             f"backend {self.codegen.name!r} has no kernel for {spec.op} in module {source_of(op)}.",
                             hint="The laid-out program was made for another backend: start from an earlier stage.",
                         )

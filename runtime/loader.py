@@ -12,7 +12,7 @@ from pathlib import Path
 
 from adaptc import artifact_format as names
 from adaptc.artifact_format import FORMAT_VERSION, TextInfo, canonical, manifest_digest
-from adaptc.errors import ArtifactError
+from adaptc.errors import ArtifactError, DamageError, NewerFormatError
 from adaptc.plan import Plan
 
 _AGAIN = "Copy the artifact again or compile the model again."
@@ -70,12 +70,12 @@ def _manifest(path: Path) -> Mapping:
     if not (path / names.MANIFEST).is_file():
         raise ArtifactError(f"Can't load {path}: it has no {names.MANIFEST}, so it is not an adaptc artifact.")
     raw = (path / names.MANIFEST).read_bytes()
-    damaged = ArtifactError(f"{path / names.MANIFEST} is damaged: its digest does not match.", hint=_AGAIN)
+    damaged = DamageError(f"{path / names.MANIFEST} is damaged: its digest does not match.", hint=_AGAIN)
     try:
         manifest = json.loads(raw)
         version = manifest["format"]
         if type(version) is int and version > FORMAT_VERSION:
-            raise ArtifactError(f"{path} has artifact format {version}; this adaptc reads up to {FORMAT_VERSION}.",
+            raise NewerFormatError(f"{path} has artifact format {version}; this adaptc reads up to {FORMAT_VERSION}.",
                                 hint="Install a newer adaptc or compile the model again.")  # fmt: skip
         # The exact text is compared as well: a flipped bit may leave the value as it is (an escape in upper case).
         listed = all(set(entry) == {"sha256", "size"} for entry in manifest["files"].values())
@@ -86,7 +86,7 @@ def _manifest(path: Path) -> Mapping:
         raise damaged
     if type(version) is not int or version != FORMAT_VERSION or set(manifest) != set(names.MANIFEST_FIELDS):
         wrong = sorted(set(manifest) ^ set(names.MANIFEST_FIELDS)) or ["format"]
-        raise ArtifactError(f"{path / names.MANIFEST}: missing, unknown or unreadable field {wrong[0]!r}.", hint=_AGAIN)
+        raise DamageError(f"{path / names.MANIFEST}: missing, unknown or unreadable field {wrong[0]!r}.", hint=_AGAIN)
     return manifest
 
 
@@ -97,14 +97,14 @@ def _check_names(path: Path, manifest: Mapping) -> None:
         for name in (*directories, *files):
             full = Path(directory, name)
             if full.is_symlink() or not (full.is_file() or full.is_dir()):
-                raise ArtifactError(f"{full} is not a plain file; an artifact holds only plain files.", hint=_AGAIN)
+                raise DamageError(f"{full} is not a plain file; an artifact holds only plain files.", hint=_AGAIN)
         present.update(Path(directory, name).relative_to(path).as_posix() for name in files)
     listed = set(manifest["files"]) | {names.MANIFEST}
     for name in sorted({*names.REQUIRED, *listed} - present):
-        raise ArtifactError(f"{path}: the file {name} is missing.", hint=_AGAIN)
+        raise DamageError(f"{path}: the file {name} is missing.", hint=_AGAIN)
     for name in sorted(present - listed):
-        raise ArtifactError(f"{path}: the file {name} does not belong to the artifact.",
-                            hint="Remove it, or copy the artifact again.")  # fmt: skip
+        raise DamageError(f"{path}: the file {name} does not belong to the artifact.",
+                          hint="Remove it, or copy the artifact again.")  # fmt: skip
 
 
 # ---- files -----------------------------------------------------------------------------------------------------
@@ -113,10 +113,10 @@ def _check_names(path: Path, manifest: Mapping) -> None:
 def _verify(path: Path, manifest: Mapping, name: str, content: bytes | memoryview) -> None:
     expected = manifest["files"][name]
     if len(content) != expected["size"]:
-        raise ArtifactError(f"{path / name} is damaged: it has {len(content)} bytes, expected {expected['size']}.",
-                            hint=_AGAIN)  # fmt: skip
+        raise DamageError(f"{path / name} is damaged: it has {len(content)} bytes, expected {expected['size']}.",
+                          hint=_AGAIN)  # fmt: skip
     if hashlib.sha256(content).hexdigest() != expected["sha256"]:
-        raise ArtifactError(f"{path / name} is damaged: its SHA-256 differs from the manifest's.", hint=_AGAIN)
+        raise DamageError(f"{path / name} is damaged: its SHA-256 differs from the manifest's.", hint=_AGAIN)
 
 
 def _read(path: Path, manifest: Mapping, name: str) -> bytes:
@@ -129,7 +129,7 @@ def _text(path: Path, manifest: Mapping, name: str) -> str:
     try:
         return _read(path, manifest, name).decode()
     except UnicodeDecodeError as error:
-        raise ArtifactError(f"{path / name} is not UTF-8: {error}.") from error
+        raise DamageError(f"{path / name} is not UTF-8: {error}.") from error
 
 
 def _weights(path: Path, manifest: Mapping) -> dict[str, memoryview]:
@@ -142,7 +142,7 @@ def _weights(path: Path, manifest: Mapping) -> dict[str, memoryview]:
             _verify(path, manifest, names.WEIGHTS, content)
             return parse_weights(content)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ArtifactError(f"{path / names.WEIGHTS} is not a file of packed weights: {error}.") from error
+            raise DamageError(f"{path / names.WEIGHTS} is not a file of packed weights: {error}.") from error
 
 
 def parse_weights(content: memoryview) -> dict[str, memoryview]:
@@ -168,13 +168,13 @@ def parse_weights(content: memoryview) -> dict[str, memoryview]:
 def _check_plan(plan: Plan, objects: Mapping, weights: Mapping[str, memoryview]) -> None:
     """Everything that the plan names is there."""
     if not plan.levels:
-        raise ArtifactError("plan.json: it has no level.")
+        raise DamageError("plan.json: it has no level.")
     for level, kernel in ((level, kernel) for level in plan.levels for kernel in plan.kernels):
         if f"{level}/{kernel.object}" not in objects:
-            raise ArtifactError(f"plan.json: kernel {kernel.symbol} is in {kernel.object}, which is not in "
+            raise DamageError(f"plan.json: kernel {kernel.symbol} is in {kernel.object}, which is not in "
                                 f"{names.KERNELS}{level}/.")  # fmt: skip
     for buffer in plan.buffers:
         if buffer.kind == "weight" and len(weights.get(buffer.source, b"")) < buffer.bytes:
             got = f"{len(weights[buffer.source])} bytes" if buffer.source in weights else "nothing"
-            raise ArtifactError(f"plan.json: {buffer.handle} wants {buffer.bytes} bytes of weight {buffer.source!r}; "
-                                f"{names.WEIGHTS} has {got}.")  # fmt: skip
+            raise DamageError(f"plan.json: {buffer.handle} wants {buffer.bytes} bytes of weight {buffer.source!r}; "
+                              f"{names.WEIGHTS} has {got}.")  # fmt: skip

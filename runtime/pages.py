@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -52,6 +52,10 @@ class PagePool:
         assert self._references[page] > 0, f"page {page} is free"
         self._references[page] += 1
 
+    def shared(self, page: int) -> bool:
+        """Whether a page has several holders: then none of them may write into it."""
+        return self._references[page] > 1
+
     def free(self, page: int) -> None:
         """One holder less; the page is free when it was the last."""
         assert self._references[page] > 0, f"page {page} is free already"
@@ -90,6 +94,23 @@ class BlockTable:
         while self._end * self.page_size < tokens:
             self.entries[self._end] = self.pool.alloc()
             self._end += 1
+
+    def fork(self, source: BlockTable, tokens: int) -> None:
+        """Holds the pages that ``source`` holds for positions below ``tokens``, together with it."""
+        self.entries[:] = source.entries
+        self._first, self._end = source._first, -(-tokens // self.page_size)
+        self.entries[self._end :] = -1
+        for page in self.entries[self._first : self._end]:
+            self.pool.share(int(page))
+
+    def own(self, position: int) -> Iterator[tuple[int, int]]:
+        """Makes the page that row ``position`` goes into this table's alone: gives (old, new) when it is shared, and
+        takes the new one when the caller has copied the old one's bytes."""
+        index = position // self.page_size
+        if index < self._end and self.pool.shared(old := int(self.entries[index])):
+            yield old, (new := self.pool.alloc())
+            self.entries[index] = new
+            self.pool.free(old)
 
     def slide(self, length: int) -> None:
         """Frees pages that no position from ``length`` on reads: those wholly at or below length - window."""

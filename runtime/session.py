@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Integral
 
@@ -17,14 +17,14 @@ import numpy as np
 
 from adaptc.artifact_format import CHAT_TEMPLATE, TOKENIZER
 from adaptc.backends import launcher
-from adaptc.errors import AdaptcError, OptionError, RequestError
+from adaptc.errors import AdaptcError, OptionError, RequestError, one_of
 from adaptc.protocol import Executable
 from adaptc.runtime.cache_size import default_cache_bytes, split_pages
 from adaptc.runtime.engine import Engine, Event
 from adaptc.runtime.host import memory_bytes, physical_cores
 from adaptc.runtime.loader import Artifact, load_artifact
-from adaptc.runtime.sampler import Sampling, check
-from adaptc.runtime.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
+from adaptc.runtime.sampler import Logprob, Sampling, check
+from adaptc.runtime.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer, encode_chat
 
 Prompt = str | Sequence[int] | Sequence[Mapping]
 """Text, token ids, or chat messages ({"role": …, "content": …})."""
@@ -42,6 +42,7 @@ class Result:
     ttft_s         seconds from the call to the first token, waiting included; None if there is none
     tpot_s         mean seconds between tokens after the first; None with fewer than two
     finish_reason  "stop" (stop token or string) | "length" (max_tokens or the context's end) | "abort"
+    logprobs       of every token generated, when the call asked for them; else None
     """
 
     text: str
@@ -49,6 +50,68 @@ class Result:
     ttft_s: float | None
     tpot_s: float | None
     finish_reason: str
+    logprobs: tuple[Logprob, ...] | None = None
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How prompts are continued. ``generate`` and ``stream`` take these by name, and the fields of
+    ``adaptc.runtime.sampler.Sampling``, which say how tokens are chosen. Without ``seed`` a new one is drawn; with one
+    every prompt gives what it gives alone.
+
+    n               samples of each prompt; each draws for itself, and sample 0 is what n = 1 gives
+    stop            a string or several: text ends before the first of them
+    stop_token_ids  tokens that end the answer, beside the model's own
+    ignore_eos      goes on past the model's own stop tokens, not past ``stop_token_ids``
+    tools           for chat messages: JSON schemas of functions, as the model's chat template takes them
+    documents       for chat messages: documents to answer from, as the template takes them
+    template        other variables of the template, e.g. {"enable_thinking": False}
+    """
+
+    sampling: Sampling = Sampling()
+    n: int = 1
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    tools: Sequence[Mapping] | None = None
+    documents: Sequence[Mapping] | None = None
+    template: Mapping | None = None
+
+    def __post_init__(self):
+        check("n", self.n, Integral, "an integer ≥ 1", lambda v: v >= 1)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for text in stop:
+            check("stop", text, str, "a string or a list of strings, none of them empty", bool)
+        for token in self.stop_token_ids:
+            check("stop_token_ids", token, Integral, "a list of token ids", lambda v: v >= 0)
+        if not isinstance(self.ignore_eos, bool):
+            raise OptionError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
+        for name in ("tools", "documents"):
+            check(name, getattr(self, name) or (), (list, tuple), "a list of mappings (JSON schemas, not functions)",
+                  lambda items: all(isinstance(item, Mapping) for item in items))  # fmt: skip
+        check("template", self.template or {}, Mapping, "variables by name",
+              lambda names: all(isinstance(name, str) for name in names))  # fmt: skip
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
+
+    @property
+    def variables(self) -> dict:
+        """What the chat template is given beside the messages."""
+        named = {"tools": self.tools, "documents": self.documents}
+        return {**(self.template or {}), **{name: list(items) for name, items in named.items() if items}}
+
+    @staticmethod
+    def of(options: Mapping) -> GenerateOptions:
+        """From keyword arguments; an unknown name is an error that lists the valid ones."""
+        sampler = {f.name for f in fields(Sampling)} - {"sample"}
+        own = {f.name for f in fields(GenerateOptions)} - {"sampling"}
+        for name in options:
+            if name not in sampler | own:
+                raise one_of("option", name, sorted(sampler | own))
+        chosen = {name: options[name] for name in options if name in sampler}
+        if chosen.get("seed") is None:
+            chosen["seed"] = secrets.randbits(64)
+        return GenerateOptions(Sampling(**chosen), **{name: options[name] for name in options if name in own})
 
 
 def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int | None = None, *,
@@ -75,14 +138,15 @@ def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int |
     executable = backend.load(
         plan, artifact.kernels(chosen), artifact.weights, threads=threads or physical_cores(), pages=pages
     )
-    return Session(artifact, executable, pages, page_order_seed=page_order_seed)
+    return Session(artifact, executable, pages, level=chosen, page_order_seed=page_order_seed)
 
 
 class Session:
     """A loaded model. Threads may share it: their requests run in the same steps."""
 
-    def __init__(self, artifact: Artifact, executable: Executable, pages: Mapping[str, int], *,
+    def __init__(self, artifact: Artifact, executable: Executable, pages: Mapping[str, int], *, level: str,
                  page_order_seed: int | None = None):  # fmt: skip
+        self.level = level
         self.artifact, self.plan, self.manifest = artifact, artifact.plan, artifact.manifest
         self.executable = executable
         self.engine = Engine(artifact.plan, executable, pages, page_order_seed=page_order_seed)
@@ -90,31 +154,32 @@ class Session:
         self._live: dict[int, _Generation] = {}
         self._closed = False
 
-    def generate(self, prompt: Prompt | Sequence[Prompt], max_tokens: int = 256, *, temperature: float = 0.0,
-                 top_k: int = 0, top_p: float = 1.0, seed: int | None = None, stop: str | Sequence[str] = (),
-                 stop_token_ids: Sequence[int] = (), ignore_eos: bool = False) -> Result | list[Result]:  # fmt: skip
+    def generate(self, prompt: Prompt | Sequence[Prompt], max_tokens: int = 256, **options
+                 ) -> Result | list[Result] | list[list[Result]]:  # fmt: skip
         """Continues one prompt, or each of a list of prompts (then returns a list), and waits for the end.
 
-        Text is tokenised as it is; chat messages go through the model's chat template. ``seed`` None draws a new one;
-        with a seed every prompt gives what it gives alone. ``ignore_eos`` goes on past the model's own stop tokens,
-        not past ``stop_token_ids``. Raises RequestError for a prompt that can't be served, OptionError for options.
+        Text is tokenised as it is; chat messages go through the model's chat template. ``options`` are those of
+        ``GenerateOptions`` and ``Sampling``: temperature, top_k, top_p, min_p, seed, n, stop, tools, … With ``n``
+        above 1 a prompt's result is a list of ``n``. Raises RequestError for a prompt that can't be served,
+        OptionError for options.
         """
         many = _is_batch(prompt)
-        options = _options(max_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, ignore_eos)
-        with self._generations(prompt if many else [prompt], options, numbered=many) as generations:
+        chosen = _options(max_tokens, options)
+        with self._generations(prompt if many else [prompt], max_tokens, chosen, numbered=many) as generations:
             while any(g.finish is None for g in generations):
                 self._pump()
         results = [g.result() for g in generations]
+        if chosen.n > 1:
+            results = [results[i : i + chosen.n] for i in range(0, len(results), chosen.n)]
         return results if many else results[0]
 
-    def stream(self, prompt: Prompt, max_tokens: int = 256, *, temperature: float = 0.0, top_k: int = 0,
-               top_p: float = 1.0, seed: int | None = None, stop: str | Sequence[str] = (),
-               stop_token_ids: Sequence[int] = (), ignore_eos: bool = False) -> Stream:  # fmt: skip
-        """Like ``generate`` for one prompt, but gives the text in pieces as it comes."""
+    def stream(self, prompt: Prompt, max_tokens: int = 256, **options) -> Stream:
+        """Like ``generate`` for one prompt and one sample, but gives the text in pieces as it comes."""
         if _is_batch(prompt):
             raise RequestError("stream takes one prompt, got a list of prompts.", hint="Start one stream for each.")
-        options = _options(max_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, ignore_eos)
-        return Stream(self, prompt, options)
+        chosen = _options(max_tokens, options)
+        check("n", chosen.n, Integral, "1 for a stream", lambda v: v == 1)
+        return Stream(self, prompt, max_tokens, chosen)
 
     def score(self, token_ids: Sequence[int] | np.ndarray, start: int = 0, chunk: int | None = None) -> np.ndarray:
         """Logits f32[len(token_ids) - start, vocabulary] at positions ``start`` …, through the caches that generation
@@ -124,7 +189,7 @@ class Session:
         logits = np.empty((max(0, len(token_ids) - start), self.plan.vocabulary), np.float32)
         with self._lock:
             request = self.engine.score(token_ids, logits, start=start, chunk=chunk)
-            generation = self._live[request] = _Generation(None, ())
+            generation = self._live[request] = _Generation(None)
         try:
             while generation.finish is None:
                 self._pump()
@@ -132,13 +197,14 @@ class Session:
             self._drop(request)
         return logits
 
-    def encode(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
-        """The token ids that a prompt stands for."""
+    def encode(self, prompt: Prompt, **variables) -> Sequence[int] | np.ndarray:
+        """The token ids that a prompt stands for. Of chat messages, what they say stays text, control tokens are the
+        template's; ``variables`` are given to it (tools, documents, …)."""
         if isinstance(prompt, str):
             return self._need(self.tokenizer, "text needs a tokenizer").encode(prompt)
         if len(prompt) and isinstance(prompt[0], Mapping):
             template = self._need(self.chat_template, "chat messages need a chat template")
-            return self._need(self.tokenizer, "text needs a tokenizer").encode(template.render(prompt))
+            return encode_chat(self._need(self.tokenizer, "text needs a tokenizer"), template, prompt, **variables)
         return prompt
 
     @cached_property
@@ -185,28 +251,29 @@ class Session:
             raise RequestError("The session is closed.", hint="Load the artifact again.")
 
     @contextmanager
-    def _generations(self, prompts: Sequence[Prompt], options: _Options, *, numbered: bool = False
-                     ) -> Iterator[list[_Generation]]:  # fmt: skip
-        """Starts a generation for each prompt; whatever ends the block, their pages are free after it."""
+    def _generations(self, prompts: Sequence[Prompt], max_tokens: int, options: GenerateOptions, *,
+                     numbered: bool = False) -> Iterator[list[_Generation]]:  # fmt: skip
+        """Starts a generation for each sample of each prompt; whatever ends the block, their pages are free then."""
         self._check_open()
-        stop_ids = set(options.stop_ids) | (set() if options.ignore_eos else set(self.artifact.text_info.stop_ids))
+        own = () if options.ignore_eos else self.artifact.text_info.stop_ids
+        stop_ids = {*options.stop_token_ids, *own}
         requests: list[int] = []
         generations: list[_Generation] = []
         try:
             for i, prompt in enumerate(prompts):
-                generation = _Generation(self.tokenizer, options.stop)
+                samples = [_Generation(self.tokenizer, options) for _ in range(options.n)]
                 try:
-                    ids = self.encode(prompt)
+                    ids = self.encode(prompt, **options.variables)
                     with self._lock:
-                        request = self.engine.add(ids, max_tokens=options.max_tokens, sampling=options.sampling,
-                                                  stop_ids=stop_ids)  # fmt: skip
-                        requests.append(request)
-                        self._live[request] = generation
+                        added = self.engine.add_samples(ids, options.n, max_tokens=max_tokens,
+                                                        sampling=options.sampling, stop_ids=stop_ids)  # fmt: skip
+                        requests += added
+                        self._live.update(zip(added, samples))
                 except RequestError as error:
                     if not numbered:
                         raise
-                    raise RequestError(f"Prompt {i}: {error.message}", hint=error.hint) from error
-                generations.append(generation)
+                    raise type(error)(f"Prompt {i}: {error.message}", hint=error.hint) from error
+                generations += samples
             yield generations
         finally:
             for request in requests:
@@ -235,7 +302,7 @@ class Session:
 class _Generation:
     """One prompt's way from tokens to text."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer | None, options: GenerateOptions = GenerateOptions()):
         self.started = time.perf_counter()
         self.first = self.last = None
         self.tokens: list[int] = []
@@ -244,13 +311,16 @@ class _Generation:
         self.finish: str | None = None
         self.error: AdaptcError | None = None
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._stop = StopStrings(stop)
+        self._stop = StopStrings(options.stop)
+        self._logprobs: list[Logprob] | None = None if options.sampling.logprobs is None else []
 
     def push(self, event: Event) -> None:
         if event.token is not None and self.finish is None:
             self.last = time.perf_counter()
             self.first = self.first or self.last
             self.tokens.append(event.token)
+            if self._logprobs is not None:
+                self._logprobs.append(event.logprob)
             if self._detokenizer is not None and event.finish != "stop":
                 self._give(self._stop.push(self._detokenizer.push(event.token)))
         if self._stop.found:
@@ -282,14 +352,15 @@ class _Generation:
             ttft_s=None if self.first is None else self.first - self.started,
             tpot_s=(self.last - self.first) / gaps if gaps > 0 else None,
             finish_reason=self.finish or "abort",
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
         )
 
 
 class Stream(Iterator[str]):
     """Pieces of text as they come; ``result`` holds everything when they have ended. Closing or dropping it aborts."""
 
-    def __init__(self, session: Session, prompt: Prompt, options: _Options):
-        self._pieces = _stream(session, prompt, options)
+    def __init__(self, session: Session, prompt: Prompt, max_tokens: int, options: GenerateOptions):
+        self._pieces = _stream(session, prompt, max_tokens, options)
         self._generation = next(self._pieces)  # starts it now: errors are raised here, and streams run side by side
 
     @property
@@ -304,9 +375,9 @@ class Stream(Iterator[str]):
         self._pieces.close()
 
 
-def _stream(session: Session, prompt: Prompt, options: _Options) -> Iterator:
+def _stream(session: Session, prompt: Prompt, max_tokens: int, options: GenerateOptions) -> Iterator:
     """The generation, then its pieces. No method, so that dropping the stream drops this and frees the pages."""
-    with session._generations([prompt], options) as (generation,):
+    with session._generations([prompt], max_tokens, options) as (generation,):
         yield generation
         while generation.pieces or generation.finish is None:
             if generation.pieces:
@@ -319,26 +390,9 @@ def _stream(session: Session, prompt: Prompt, options: _Options) -> Iterator:
 # ---- options and prompts ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Options:
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    stop_ids: tuple[int, ...]
-    ignore_eos: bool
-
-
-def _options(max_tokens, temperature, top_k, top_p, seed, stop, stop_token_ids, ignore_eos) -> _Options:
+def _options(max_tokens: int, options: Mapping) -> GenerateOptions:
     check("max_tokens", max_tokens, Integral, "an integer ≥ 1", lambda v: v >= 1)
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    for text in stop:
-        check("stop", text, str, "a string or a list of strings, none of them empty", bool)
-    for token in stop_token_ids:
-        check("stop_token_ids", token, Integral, "a list of token ids", lambda v: v >= 0)
-    if not isinstance(ignore_eos, bool):
-        raise OptionError(f"ignore_eos must be True or False, got {ignore_eos!r}.")
-    sampling = Sampling(temperature, top_k, top_p, secrets.randbits(64) if seed is None else seed)
-    return _Options(max_tokens, sampling, stop, tuple(map(int, stop_token_ids)), ignore_eos)
+    return GenerateOptions.of(options)
 
 
 def _is_batch(prompt) -> bool:

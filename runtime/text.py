@@ -1,10 +1,16 @@
-"""Text in, token ids out, and back: tokenizer, chat template, streaming detokeniser, stop strings."""
+"""Text in, token ids out, and back: tokenizer, chat template, streaming detokeniser, stop strings.
+
+What users say in a chat stays text, also when it spells a control token: see ``encode_chat``.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 
 import jinja2
 import jinja2.ext
@@ -12,7 +18,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from adaptc.artifact_format import TextInfo
-from adaptc.errors import ArtifactError, RequestError
+from adaptc.errors import ArtifactError, RequestError, TemplateError
 
 REPLACEMENT = "\ufffd"
 """What decoders put for bytes that aren't UTF-8, as the first bytes of a character are until its last has come."""
@@ -41,6 +47,40 @@ class Tokenizer:
         if self.info.add_bos and ids[:1] != [self.info.bos_id]:
             ids = [self.info.bos_id, *ids]
         return ids
+
+    @cached_property
+    def control(self) -> dict[str, int]:
+        """Control tokens: what the tokenizer's authors declare special, with their ids."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a rendered chat, without BOS: a template writes it where the model wants it."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_literal(self, text: str, controls: Mapping[str, int]) -> list[int]:
+        """Ids of ``text`` in which nothing is a control token but the substitutes ``controls`` (text → id of the
+        token that it stands for). One call for the whole text, so that what a tokenizer does at the beginning of a
+        text is done there alone."""
+        added, table = self._tokenizer.get_added_tokens_decoder(), self._literal
+        table.add_tokens([_substitute(alias, added[i]) for alias, i in controls.items()])
+        stands_for = {table.token_to_id(alias): i for alias, i in controls.items()}
+        ids = table.encode(text, add_special_tokens=False).ids
+        if wrong := sorted(set(ids) & set(self.control.values())):
+            raise RequestError(f"The model's tokenizer makes the control token {added[wrong[0]].content!r} of what "
+                               "messages say.", hint="Take it out of them.")  # fmt: skip
+        return [stands_for.get(i, i) for i in ids]
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """A copy that doesn't know control tokens."""
+        copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+    @cached_property
+    def marks(self) -> Marks:
+        return Marks(self.control)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""
@@ -90,7 +130,74 @@ class ChatTemplate:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
         except (jinja2.exceptions.TemplateError, TypeError, KeyError, ValueError) as error:
-            raise RequestError(f"The model's chat template does not take these messages: {error}.") from error
+            raise TemplateError(f"The model's chat template does not take these messages: {error}.") from error
+
+
+class Marks:
+    """Substitutes for control tokens in text, of two kinds: unguessable, and of characters that no text has."""
+
+    def __init__(self, control: Mapping[str, int]):
+        self._ids, self._names, self._nonce = control, {i: name for name, i in control.items()}, secrets.token_hex(8)
+        names = sorted((name for name in control if name), key=lambda name: (-len(name), name))
+        self._spelled = re.compile("|".join(map(re.escape, names)) or "(?!)")  # the longest first
+        self._hidden = re.compile(f"\ue000{self._nonce}\\.(\\d+)\ue001")
+
+    def hide(self, value):
+        """``value`` with a mark for whatever spells a control token, in every string within it."""
+        if isinstance(value, str):
+            return self._spelled.sub(lambda m: f"\ue000{self._nonce}.{self._ids[m[0]]}\ue001", value)
+        if isinstance(value, Mapping):
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def show(self, text: str) -> str:
+        """The text with what the marks of ``hide`` stand for."""
+        return self._hidden.sub(lambda m: self._names[int(m[1])], text)
+
+    def alias(self, text: str) -> tuple[str, dict[str, int]]:
+        """The text with aliases for the control tokens it has, and the id that each alias stands for."""
+        found: dict[str, int] = {}
+
+        def one(match: re.Match) -> str:
+            alias = f"\ue002{self._nonce}.{self._ids[match[0]]}\ue003"
+            found[alias] = self._ids[match[0]]
+            return alias
+
+        return self._spelled.sub(one, text), found
+
+
+def _substitute(alias: str, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
+    """``alias`` as a token that takes the place of ``token``, and the spaces around it that it would take."""
+    return tokenizers.AddedToken(alias, special=False, normalized=False, lstrip=token.lstrip, rstrip=token.rstrip,
+                                 single_word=token.single_word)  # fmt: skip
+
+
+def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping], **variables) -> list[int]:
+    """Token ids of the prompt that ``messages`` make: control tokens are what the template writes, and nothing that
+    messages, tools, documents or other variables say.
+
+    Ordinarily these are the ids of the rendered text, as in transformers. When something given spells a control token,
+    it is hidden while the template renders (so the template doesn't see it either), and then the template's own control
+    tokens go under aliases while the text is tokenised by a tokenizer that knows no others.
+    """
+    given = {"messages": list(messages), **variables}
+    marks = tokenizer.marks
+    hidden = marks.hide(given)
+    if hidden == _plain(given):
+        return tokenizer.encode_rendered(template.render(messages, **variables))
+    try:
+        rendered = template.render(hidden.pop("messages"), **hidden)
+    except TemplateError as error:  # it may quote what it was given
+        raise TemplateError(marks.show(error.message)) from error
+    text, controls = marks.alias(rendered)
+    return tokenizer.encode_literal(marks.show(text), controls)
+
+
+def _plain(value):
+    """``value`` with mappings as dictionaries and tuples as lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # ---- streaming -------------------------------------------------------------------------------------------------
@@ -113,16 +220,27 @@ class Detokenizer:
         """The text that became certain with ``token``; "" within a character."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith(REPLACEMENT) or len(text) <= len(self._known):
+        if len(text) <= len(self._known):
             return ""
-        return self._emit(text)
+        return self._emit(text, len(self._ids)) if not text.endswith(REPLACEMENT) else self._certain(text)
 
     def flush(self) -> str:
         """What is still held back when no token follows: the start of a character that never ended."""
-        return self._emit(self._tokenizer.decode(self._ids[self._start :]))
+        return self._emit(self._tokenizer.decode(self._ids[self._start :]), len(self._ids))
 
-    def _emit(self, text: str) -> str:
-        piece, whole = text[len(self._known) :], len(self._ids)
+    def _certain(self, text: str) -> str:
+        """The part of a text with a broken end that no token can mend: a character that is still incomplete began
+        within the last three tokens, since each brought a byte of it and the longest characters have four."""
+        end = len(self._ids) - 3
+        if end <= self._whole:
+            return ""
+        start = self._tokenizer.decode(self._ids[self._start : end])
+        whole = len(start) > len(self._known) and text.startswith(start)  # not within a character that is complete now
+        return self._emit(start, end) if whole else ""
+
+    def _emit(self, text: str, whole: int) -> str:
+        """The new part of ``text``, that of ids[start:whole], from where the window then goes on."""
+        piece = text[len(self._known) :]
         self._start = self._whole
         self._whole = whole
         self._known = self._tokenizer.decode(self._ids[self._start : whole])

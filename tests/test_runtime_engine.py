@@ -42,7 +42,7 @@ def score(eng: Engine, tokens, start=0, chunk=None) -> np.ndarray:
 
 
 def consistent(eng: Engine) -> None:
-    """Every page has one holder or is free, tables hold what lengths and windows say, promises are kept."""
+    """Every page has holders or is free, tables hold what lengths and windows say, promises are kept."""
     for i, group in enumerate(eng.plan.groups):
         pool, held = eng.pools[group.name], []
         for request in eng._running.values():
@@ -51,9 +51,12 @@ def consistent(eng: Engine) -> None:
             last = -(-request.length // size)
             assert (table[first:last] >= 0).all() and (table[:first] == -1).all() and (table[last:] == -1).all()
             held += table[first:last].tolist()
-            assert last - first <= request.budget[i]
-        assert sorted([*held, *pool.free_pages]) == list(range(pool.pages))
-        assert pool.reserved == sum(r.budget[i] for r in eng._running.values()) <= pool.pages
+            assert last - first <= request.budget[i] + request.family.shared[i]
+        assert sorted([*set(held), *pool.free_pages]) == list(range(pool.pages))
+        assert pool._references == [held.count(page) for page in range(pool.pages)]
+        families = {id(r.family): r.family for r in eng._running.values()}.values()
+        promised = sum(r.budget[i] for r in eng._running.values()) + sum(f.shared[i] for f in families)
+        assert pool.reserved == promised <= pool.pages and len(set(held)) <= promised
 
 
 def empty(eng: Engine) -> None:
@@ -420,3 +423,157 @@ def test_the_schedulers_own_cost_is_small():
         eng.step()
         times.append(time.perf_counter() - start)
     assert sorted(times)[len(times) // 2] < 300e-6
+
+
+# ---- samples of one prompt -------------------------------------------------------------------------------------
+
+HOT = dict(temperature=30.0, seed=9)
+
+
+def samples(eng: Engine, prompt, n: int, max_tokens: int = 7, chunk=None) -> list[list[int]]:
+    ids = eng.add_samples(prompt, n, max_tokens=max_tokens, sampling=Sampling(**HOT), chunk=chunk)
+    tokens = drain(eng)
+    return [tokens[i] for i in ids]
+
+
+def alone(prompt, sample: int, max_tokens: int = 7, page_size: int = 4) -> list[int]:
+    eng = engine(plan(page_size=page_size))
+    eng.add(prompt, max_tokens=max_tokens, sampling=Sampling(**HOT, sample=sample))
+    return next(iter(drain(eng).values()))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 7])
+@pytest.mark.parametrize("length", [1, 4, 8, 13, 21])
+def test_samples_share_a_prefill_and_are_what_each_is_alone(page_size, length):
+    eng = engine(plan(page_size=page_size), {g.name: 100 for g in plan().groups}, page_order_seed=3)
+    eng.poison_free_pages()
+    got = samples(eng, PROMPT[:length], 3)
+    assert got == [alone(PROMPT[:length], i, page_size=page_size) for i in range(3)] and len(set(map(tuple, got))) == 3
+    assert sum(t for t, _, _ in eng.executable.steps) == length + 3 * 6  # prefilled once
+    empty(eng)
+
+
+def test_full_pages_are_shared_and_counted_once():
+    """Twelve rows of page size 4 are three shared pages; each sample adds two of its own: nine pages, not fifteen."""
+    one = plan(windows=(0,))
+    eng = engine(one, {"group0": 9})
+    assert samples(eng, PROMPT[:12], 3) == [alone_full(i, one) for i in range(3)]
+    empty(eng)
+    with pytest.raises(RequestError, match="18 tokens in 3 samples and then needs 9 pages .* has 8"):
+        engine(one, {"group0": 8}).add_samples(PROMPT[:12], 3, max_tokens=7)
+    with pytest.raises(OptionError, match="n must be an integer from 1 to 4"):
+        engine(one).add_samples(PROMPT, 5, max_tokens=1)
+
+
+def alone_full(sample: int, plan_) -> list[int]:
+    eng = engine(plan_)
+    eng.add(PROMPT[:12], max_tokens=7, sampling=Sampling(**HOT, sample=sample))
+    return next(iter(drain(eng).values()))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_samples_under_failures_aborts_and_company(seed):
+    """Any of them is aborted at any time, also before the prompt is read; steps fail; others come and go."""
+    rng = random.Random(seed)
+    eng = engine(pages={g.name: 40 for g in plan().groups}, page_order_seed=seed)
+    expected, tokens, gone = {}, {}, set()
+    for prompt, n in ((PROMPT[:9], 3), (PROMPT[:2], 1), (PROMPT[3:19], 2), (PROMPT[1:8], 4)):
+        ids = eng.add_samples(prompt, n, max_tokens=6, sampling=Sampling(**HOT), chunk=rng.choice([2, 5, None]))
+        for i, request in enumerate(ids):
+            expected[request], tokens[request] = alone(prompt, i, 6), []
+    eng.executable.fail = lambda step: (_ for _ in ()).throw(RuntimeError("planned")) if rng.random() < 0.3 else None
+    while eng.active:
+        if rng.random() < 0.15:
+            victim = rng.choice(list(tokens))
+            eng.abort(victim)
+            gone.add(victim)
+        try:
+            for event in eng.step():
+                tokens[event.request].append(event.token)
+        except RuntimeError:
+            pass
+        consistent(eng)
+        eng.poison_free_pages()
+    for request, wanted in expected.items():
+        assert tokens[request] == (wanted[: len(tokens[request])] if request in gone else wanted)
+    empty(eng)
+
+
+@pytest.mark.parametrize("place", ["fork", "own", "share", "alloc", "free", "_end", "_elect", "_draw", "_copy_page"])
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_anywhere_loses_no_sample(place, after, monkeypatch):
+    expected = [alone(PROMPT[:9], i, 6) for i in range(3)]
+    owner = next(c for c in (PagePool, BlockTable, Engine) if place in vars(c))
+    real, rng, left, armed = getattr(owner, place), random.Random(place), [12], [True]
+
+    def interrupted(self, *args):
+        now = armed[0] and left[0] > 0 and rng.random() < 0.7
+        left[0] -= now
+        armed[0] = armed[0] and not now
+        if now and not after:
+            raise KeyboardInterrupt
+        result = real(self, *args)
+        if now:
+            raise KeyboardInterrupt
+        return result
+
+    eng = engine(pages={g.name: 40 for g in plan().groups})
+    ids = eng.add_samples(PROMPT[:9], 3, max_tokens=6, sampling=Sampling(**HOT))
+    monkeypatch.setattr(owner, place, interrupted)
+    tokens, interrupts = {i: [] for i in ids}, 0
+    while eng.active:
+        armed[0] = True
+        try:
+            for event in eng.step():
+                tokens[event.request].append(event.token)
+        except KeyboardInterrupt:
+            interrupts += 1
+        consistent(eng)
+        eng.poison_free_pages()
+    assert [tokens[i] for i in ids] == expected and interrupts
+    empty(eng)
+
+
+@pytest.mark.parametrize("interrupt", [None, "_elect", "release", "unreserve"])
+def test_the_next_sample_goes_on_with_an_aborted_ones_prefill(interrupt, monkeypatch):
+    eng = engine(pages={g.name: 40 for g in plan().groups})
+    ids = eng.add_samples(PROMPT, 3, max_tokens=4, sampling=Sampling(**HOT), chunk=5)
+    eng.step()
+    if interrupt is None:
+        assert eng.abort(ids[0])
+        assert eng._running[ids[1]].length == 5
+    else:
+        owner = next(c for c in (PagePool, BlockTable, Engine) if interrupt in vars(c))
+        real = getattr(owner, interrupt)
+
+        def once(self, *args):
+            monkeypatch.setattr(owner, interrupt, real)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(owner, interrupt, once)
+        with pytest.raises(KeyboardInterrupt):
+            eng.abort(ids[0])
+    consistent(eng)
+    tokens = drain(eng)
+    assert [tokens[i] for i in ids[1:]] == [alone(PROMPT, i, 4) for i in (1, 2)]
+    empty(eng)
+
+
+def test_penalties_and_bias_act_on_the_requests_own_tokens():
+    """Two requests of one step with opposite options; forbidden tokens never come; logprobs are the model's."""
+    eng = engine()
+    bias = {token: -np.inf for token in range(VOCABULARY) if token != 7}
+    first = eng.add(PROMPT, max_tokens=4, sampling=Sampling(logit_bias=bias, logprobs=2))
+    second = eng.add(PROMPT, max_tokens=8, sampling=Sampling(frequency_penalty=1e6))
+    events = [event for _ in range(40) for event in eng.step()]
+    assert [e.token for e in events if e.request == first] == [7] * 4
+    chosen = [e.token for e in events if e.request == second]
+    assert len(set(chosen)) == 8 and chosen[0] == greedy(PROMPT, 1, plan())[0]
+    row = plain(PROMPT, plan())[-1].astype(np.float64)
+    found = next(e for e in events if e.request == first).logprob
+    total = np.log(np.exp(row - row.max()).sum()) + row.max()
+    assert found.token == 7 and abs(found.logprob - (row[7] - total)) < 1e-9
+    assert [t for t, _ in found.top] == np.argsort(-row, kind="stable")[:2].tolist()
+    for bad in ({40: 1.0}, dict.fromkeys(range(VOCABULARY), -np.inf)):
+        with pytest.raises(RequestError, match="logit_bias"):
+            eng.add(PROMPT, max_tokens=1, sampling=Sampling(logit_bias=bad))

@@ -349,3 +349,55 @@ def test_the_runtime_runs_without_the_compiler(tmp_path):
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert eval(run.stdout) == tuple(greedy([0, 4, 5, 31], 4, plan()))
+
+
+# ---- samples, log-probabilities, tools -------------------------------------------------------------------------
+
+
+def test_samples_of_a_prompt(ids_only):
+    options = dict(temperature=20.0, seed=11, max_tokens=6)
+    one = ids_only.generate(PROMPT, **options)
+    three = ids_only.generate(PROMPT, n=3, **options)
+    assert len({r.token_ids for r in three}) == 3 and three[0].token_ids == one.token_ids
+    prompts = [PROMPT[:3], PROMPT, PROMPT[5:]]
+    together = ids_only.generate(prompts, n=2, **options)
+    assert [[r.token_ids for r in ids_only.generate(p, n=2, **options)] for p in prompts] == \
+        [[r.token_ids for r in results] for results in together]  # fmt: skip
+    with pytest.raises(OptionError, match="n must be an integer from 1 to 4"):
+        ids_only.generate(PROMPT, n=5)
+    with pytest.raises(OptionError, match="n must be 1 for a stream"):
+        ids_only.stream(PROMPT, n=2)
+
+
+def test_log_probabilities_and_penalties(ids_only):
+    result = ids_only.generate(PROMPT, max_tokens=5, logprobs=3)
+    rows = plain([*PROMPT, *result.token_ids], plan())[len(PROMPT) - 1 :].astype(np.float64)
+    for logits, token, found in zip(rows, result.token_ids, result.logprobs, strict=False):
+        shares = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        assert found.token == token and [i for i, _ in found.top] == np.argsort(-logits, kind="stable")[:3].tolist()
+        assert abs(found.logprob - shares[token]) < 1e-9 and found.top[0] == (token, found.logprob)  # greedy
+    assert len(result.logprobs) == 5 and ids_only.generate(PROMPT, 5).logprobs is None
+    assert len(set(ids_only.generate(PROMPT, 12, presence_penalty=1e6, ignore_eos=True).token_ids)) == 12
+    assert set(ids_only.generate(PROMPT, 4, logit_bias={9: 1e6}).token_ids) == {9}
+    with pytest.raises(RequestError, match="logit_bias names token 40"):
+        ids_only.generate(PROMPT, 4, logit_bias={40: 1})
+    with pytest.raises(OptionError, match="unknown option 'top_q'; valid values are: .*temperature, template, tools"):
+        ids_only.generate(PROMPT, top_q=1)
+
+
+def test_tools_and_template_variables_reach_the_template(tmp_path, launcher):
+    source = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ messages[0].content }}{{ mark or '' }}"
+    source += "{% for d in documents or [] %}{{ d.text }}{% endfor %}"
+    files = dict(text=TextInfo(bos_id=0), tokenizer=byte_level_tokenizer(), chat_template=source)
+    with session.load(write_artifact(tmp_path / "m.adapt", contents(plan(), **files)), threads=1) as loaded:
+        chat = [{"role": "user", "content": "#<|end|>"}]
+        given = dict(tools=[{"name": "$"}], documents=[{"text": "%"}], template={"mark": "&"})
+        text = loaded.tokenizer.decode(loaded.encode(chat, tools=[{"name": "$"}], documents=[{"text": "%"}], mark="&"))
+        assert text == "$#<|end|>&%"
+        with pytest.raises(RequestError, match="outside the vocabulary"):  # "|" isn't among the fake model's ids
+            loaded.generate(chat, max_tokens=1, **given)
+        found = loaded.generate([{"role": "user", "content": "#"}], max_tokens=3, ignore_eos=True, **given)
+        assert list(found.token_ids) == greedy(loaded.tokenizer.encode("$#&%"), 3, plan())
+        for bad in (dict(tools=[print]), dict(documents={"text": "x"}), dict(template=[1])):
+            with pytest.raises(OptionError, match=f"^{next(iter(bad))} must be"):
+                loaded.generate(chat, **bad)

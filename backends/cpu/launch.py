@@ -16,7 +16,7 @@ from adaptc.backends.cpu.context import CYCLES, RUN, WORKER, Command, Context
 from adaptc.backends.cpu.elf import MACHINES, Image
 from adaptc.backends.cpu.levels import host_flags, level_of, rank
 from adaptc.backends.cpu.memory import Region
-from adaptc.errors import ArtifactError, OptionError, one_of
+from adaptc.errors import ArtifactError, OptionError, WrongMachineError, one_of
 from adaptc.plan import ALIGNMENT, Buffer, Plan
 
 _Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
@@ -43,7 +43,7 @@ class Library:
         self.image = Image(objects)
         machine = platform.machine()
         for other in self.image.machines.keys() - {MACHINES.get(machine)}:
-            raise ArtifactError(f"object {self.image.machines[other]} is not for {machine} CPUs.")
+            raise WrongMachineError(f"object {self.image.machines[other]} is not for {machine} CPUs.")
 
     def address(self, symbol: str) -> int:
         """Address of a kernel; ArtifactError when no object defines it."""
@@ -107,11 +107,13 @@ class CpuExecutable:
         pointers: list[list[int]] = []
         addresses: list[int] = []
         self._owners: list[int] = []
+        self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         for segment in self._plan.segments:
             if segment.kind != "native":
                 raise ArtifactError(f"the plan has a {segment.kind!r} segment; the cpu backend runs native ones only.")
             for operator in segment.operators:
+                self._starts[operator.id] = len(self._owners)
                 for call in operator.calls:
                     where = f"operator {operator.id} ({operator.op})"
                     kernel = kernels.get(call.kernel)
@@ -192,7 +194,8 @@ class CpuExecutable:
         """uint8 [num_pages, page_bytes] over a state's page pool."""
         return self._memory.pool(name)
 
-    def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, times: bool = False):
+    def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, only: Sequence[int] | None = None,
+            times: bool = False):  # fmt: skip
         """One step; see the protocol. Raises OptionError for symbol values out of range or an unknown operator."""
         with self._lock:
             if not self._finalizer.alive:
@@ -202,17 +205,30 @@ class CpuExecutable:
                 if not 0 <= value <= self._maxima[name]:
                     self._checked(symbols)
                 self._values[index] = value
-            if stop_after is None:
-                count = len(self._owners)
-            elif stop_after in self._ends:
-                count = self._ends[stop_after]
+            for operator in (*(() if stop_after is None else (stop_after,)), *(only or ())):
+                if operator not in self._ends:
+                    raise one_of("operator", operator, self._ends)
+            if only is None:
+                owners = self._owners[: self._ends.get(stop_after, len(self._owners))]
+                commands, stamps = self._commands, self._stamps
             else:
-                raise one_of("operator", stop_after, self._ends)
-            self._context.count = count
-            self._context.times = ctypes.addressof(self._stamps) if times else None
-            if count:
-                self._run(self._region.address, self._threads)
-            return self._spent(count) if times else None
+                chosen = [i for operator in only for i in range(self._starts[operator], self._ends[operator])]
+                owners = [self._owners[i] for i in chosen]
+                commands = (Command * max(1, len(chosen)))(*(self._commands[i] for i in chosen))
+                stamps = (ctypes.c_int64 * (len(chosen) + 1))()
+            self._context.commands = ctypes.addressof(commands)
+            self._context.count = len(owners)
+            self._context.times = ctypes.addressof(stamps) if times else None
+            try:
+                if owners:
+                    self._run(self._region.address, self._threads)
+            finally:  # closing runs once more, without commands: nothing of this step may be used then
+                self._context.commands = ctypes.addressof(self._commands)
+                self._context.times = None
+            if not times:
+                return None
+            ran = [o for o, end in self._ends.items() if end <= len(owners)] if only is None else only
+            return self._spent(dict.fromkeys(ran, 0), owners, stamps)
 
     def close(self) -> None:
         """Stops the threads. Arrays that were handed out stay valid."""
@@ -220,10 +236,10 @@ class CpuExecutable:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _spent(self, count: int) -> dict[int, float]:
-        cycles = np.diff(np.frombuffer(self._stamps, np.int64, count + 1)).tolist()
-        spent = {operator: 0 for operator, end in self._ends.items() if end <= count}
-        for owner, taken in zip(self._owners, cycles):
+    def _spent(self, spent: dict[int, float], owners: Sequence[int], stamps) -> dict[int, float]:
+        """Seconds by operator, of commands that have just run."""
+        cycles = np.diff(np.frombuffer(stamps, np.int64, len(owners) + 1)).tolist()
+        for owner, taken in zip(owners, cycles):
             spent[owner] += taken
         return {operator: total * self._rate for operator, total in spent.items()}
 
@@ -376,7 +392,7 @@ class CpuLauncher:
         )
         if wanted is not None:
             raise OptionError(f"this machine can't run level {wanted}: {reasons}.", hint="Leave the level out.")
-        raise ArtifactError(
+        raise WrongMachineError(
             f"this machine can't run the artifact: {reasons}.",
             hint="Run it on a newer machine, or compile it for a lower level.",
         )

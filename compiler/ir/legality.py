@@ -255,4 +255,25 @@ def _lowered(program: Program, function, op) -> None:
 def _at(program: Program, function, op, problem: str) -> LegalityError:
     place = f"stage {program.stage}, @{function.name.value}"
     source = f", module {source_of(op)}" if source_of(op) else ""
-    return LegalityError(f"{place}{source}: {op.operation.name} {problem}.\n  {op.operation.get_asm()[:400]}")
+    sentence = f"{place}{source}: {op.operation.name} {problem}".rstrip(".")
+    return LegalityError(f"{sentence}.\n{window(function, op)}")
+
+
+def window(function, op, around: int = 3, width: int = 200) -> str:
+    """The lines around an operation as its function prints them, the operation's own marked; long lines are cut."""
+    with op.operation.context, ir.Location.unknown():
+        op.operation.attributes[_HERE] = ir.UnitAttr.get()
+    try:
+        # values have the names that they have in the whole function; an illegal one prints in generic form
+        lines = function.operation.get_asm(use_local_scope=True).splitlines()
+    finally:
+        del op.operation.attributes[_HERE]
+    at = next((i for i, line in enumerate(lines) if _HERE in line), 0)
+    shown = []
+    for i in range(max(0, at - around), min(len(lines), at + around + 1)):
+        line = re.sub(rf"{_HERE}, |, {_HERE}\b| \{{{_HERE}\}}|<\{{{_HERE}\}}>|{_HERE}", "", lines[i])
+        shown.append(f"{'>' if i == at else ' '} {line[:width]}{'…' if len(line) > width else ''}")
+    return "\n".join(shown)
+
+
+_HERE = "adaptc.here"

@@ -10,13 +10,14 @@ with ``adaptc.get`` and passed to bodies as arguments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any, Iterator
 
 from torch_mlir import ir
 from torch_mlir.dialects import func
 
-from adaptc.errors import InputError
+from adaptc.errors import ParseError
 from adaptc.ir import dialect
 from adaptc.ir.build import attrs_of, is_operator, short_name
 from adaptc.ops.table import row
@@ -66,7 +67,7 @@ class Program:
             try:
                 return Program(ir.Module.parse(text))
             except ir.MLIRError as error:
-                raise InputError(f"{where} doesn't parse: {error}") from error
+                raise ParseError(f"{where} doesn't parse: {error}{_window(text, error)}") from error
 
     @staticmethod
     def empty(stage: str, **facts: Any) -> "Program":
@@ -204,3 +205,17 @@ def spec_of(op) -> OpSpec:
         tuple(dialect.to_spec(v.type) for v in op.operation.results),
         row(short_name(op)).complete(attrs_of(op)),
     )
+
+
+def _window(text: str, error: ir.MLIRError, around: int = 3, width: int = 200) -> str:
+    """The lines of ``text`` around the place that the first diagnostic names, that line marked."""
+    found = re.search(r'"-":(\d+):(\d+)', str(error))
+    if found is None:
+        return ""
+    at, column, lines = int(found[1]) - 1, int(found[2]) - 1, text.splitlines()
+    shown = []
+    for i in range(max(0, at - around), min(len(lines), at + around + 1)):
+        shown.append(f"{'>' if i == at else ' '} {lines[i][:width]}{'…' if len(lines[i]) > width else ''}")
+        if i == at and column < width:
+            shown.append(" " * (column + 2) + "^")
+    return "\n" + "\n".join(shown)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Callable, Mapping
+from typing import Callable
 
 from adaptc.formats import WeightFormat
 from adaptc.ops.table import Form, added, context_symbol, row, scaled, size
-from adaptc.plan import DTYPE_BYTES
+from adaptc.plan import DTYPE_BYTES, evaluate
 from adaptc.protocol import OpSpec, StateSpec, TensorSpec
+
+__all__ = ["Cost", "PackedBytes", "cost_of", "evaluate", "weight_bytes"]
 
 PackedBytes = Callable[[WeightFormat, tuple[int, int]], int]
 
@@ -64,13 +66,3 @@ def _row_bytes(table: TensorSpec, rows: TensorSpec, packed: PackedBytes) -> Form
     if table.format is not None:
         return scaled(size(rows.shape), weight_bytes(table, packed) // table.shape[0])
     return scaled(size((*rows.shape, *table.shape[1:])), DTYPE_BYTES[table.dtype])
-
-
-def evaluate(form: Form, symbols: Mapping[str, float]) -> float:
-    """A Form's value for given symbol values."""
-    return sum(n * prod(_value(s, symbols) for s in key.split("*") if s) for key, n in form.items())
-
-
-def _value(symbol: str, symbols: Mapping[str, float]) -> float:
-    name, _, most = symbol.partition("<")
-    return min(symbols[name], int(most)) if most else symbols[name]

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from adaptc.ir.build import short_name
 from adaptc.ir.module import Program, spec_of
 from adaptc.ops.table import row
+from adaptc.planner.cost import PackedBytes, cost_of, evaluate
 from adaptc.planner.profile import kind_of, places
-from adaptc.protocol import Codegen
+from adaptc.protocol import Codegen, OpSpec, Selection
 
 
 @dataclass(frozen=True)
 class CoverageRow:
     """How one kind of operator is carried out: ``status`` is "mapped", "decomposed into …" or "missing"; ``count``
-    places a step (of one that was decomposed, 0: its parts are counted)."""
+    places a step. In ``coverage`` a decomposed one has 0 (its parts are counted); in ``survey`` parts have 0, FLOPs and
+    bytes are of a step, and ``lines`` are the authors' (file:line)."""
 
     op: str
     count: int
     status: str
     modules: tuple[str, ...]
+    flops: float = 0.0
+    bytes: float = 0.0
+    lines: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> bool:
+        return self.status == "missing"
 
 
 def coverage(program: Program, codegen: Codegen) -> list[CoverageRow]:
@@ -39,3 +51,79 @@ def coverage(program: Program, codegen: Codegen) -> list[CoverageRow]:
         for name, parts in program.fact("decomposed", {}).items()
     ]
     return sorted(rows, key=lambda r: r.op)
+
+
+@dataclass(frozen=True)
+class Lenient:
+    """A backend that has everything it couldn't decompose either, so that passes go on and all gaps are seen."""
+
+    codegen: Codegen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.codegen, name)
+
+    def select(self, spec: OpSpec) -> Selection | None:
+        found = self.codegen.select(spec)
+        return Selection(()) if found is None and row(spec.op).decompose is None else found
+
+
+@dataclass
+class _Kind:
+    """One operator with one status, while places are counted."""
+
+    count: int = 0
+    flops: float = 0.0
+    bytes: float = 0.0
+    modules: set[str] = field(default_factory=set)
+    lines: dict[str, None] = field(default_factory=dict)
+
+
+def survey(captured: Program, whole: Program, decomposed: Program, codegen: Codegen, packed: PackedBytes,
+           symbols: Mapping[str, float]) -> list[CoverageRow]:
+    """Rows by operator and status, the most FLOPs first.
+
+    captured    says which line of the authors' source an operator comes from
+    whole       the program before operators are decomposed: what is counted, and what shares are shares of
+    decomposed  the same afterwards, by a ``Lenient`` backend: parts that are missing themselves
+    """
+    lines, parts = _lines(captured), decomposed.fact("decomposed", {})
+    kinds: dict[tuple[str, str], _Kind] = {}
+    for path, op in places(whole):
+        spec = spec_of(op)
+        if row(spec.op).aliases or codegen.select(spec) is not None:
+            status = "mapped"
+        else:
+            status = f"decomposed into {', '.join(parts[spec.op])}" if spec.op in parts else "missing"
+        kind, cost = kinds.setdefault((spec.op, status), _Kind()), cost_of(spec, packed)
+        kind.count += 1
+        kind.flops += evaluate(cost.flops, symbols)
+        kind.bytes += evaluate(cost.traffic, symbols)
+        _note(kind, path, spec.op, lines)
+    for path, op in places(decomposed):
+        spec = spec_of(op)
+        if not row(spec.op).aliases and codegen.select(spec) is None and (spec.op, "missing") not in kinds:
+            kinds[spec.op, "missing"] = _Kind()
+        if (kind := kinds.get((spec.op, "missing"))) is not None and codegen.select(spec) is None:
+            _note(kind, path, spec.op, lines)
+    rows = [CoverageRow(op, k.count, status, tuple(sorted(k.modules)), k.flops, k.bytes, tuple(k.lines))
+            for (op, status), k in kinds.items()]
+    return sorted(rows, key=lambda r: (not r.missing, -r.flops, -r.bytes, r.op))
+
+
+def _note(kind: _Kind, path: str, op: str, lines: Mapping[tuple[str, str], dict[str, None]]) -> None:
+    kind.modules.add(kind_of(path))
+    kind.lines |= lines.get((kind_of(path), op)) or lines.get((kind_of(path), ""), {})
+
+
+_FILE = re.compile(r'"([^"]+)":(\d+):')
+
+
+def _lines(captured: Program) -> dict[tuple[str, str], dict[str, None]]:
+    """Lines of source by kind of module and operator, and by kind of module alone (""). Empty for a program that was
+    read from text: locations are no part of a printed stage."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for path, op in places(captured):
+        if (at := _FILE.search(str(op.operation.location))) is not None:
+            for name in (short_name(op), ""):
+                found.setdefault((kind_of(path), name), {})[f"{at[1]}:{at[2]}"] = None
+    return found

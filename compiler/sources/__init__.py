@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from adaptc.errors import InputError
+from adaptc.errors import InputError, NotFoundError
 from adaptc.sources.binding import Binding
 from adaptc.sources.source import Source
 from adaptc.sources.tensor import SourceTensor
@@ -34,7 +34,7 @@ def open_source(model: str | Path) -> Source:
         from adaptc.sources.hub import local_snapshot
 
         return _open_folder(local_snapshot(model), name=model)
-    raise InputError(f"there is no model at {str(model)!r}.", hint=_MODELS)
+    raise NotFoundError(f"there is no model at {str(model)!r}.", hint=_MODELS)
 
 
 def _open_folder(folder: Path, name: str | None = None) -> Source:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from adaptc.errors import InputError, UnsupportedError
+from adaptc.errors import DamagedFileError, UnsupportedError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -53,8 +53,8 @@ class _Cursor:
     def __init__(self, data: memoryview, name: str):
         self.data, self.name, self.at = data, name, 0
 
-    def damaged(self, what: str) -> InputError:
-        return InputError(f"{self.name} is damaged or incomplete: {what} (at byte {self.at} of {len(self.data)}).",
+    def damaged(self, what: str) -> DamagedFileError:
+        return DamagedFileError(f"{self.name} is damaged or incomplete: {what} (at byte {self.at} of {len(self.data)}).",
                           hint="Download the file again.")
 
     def take(self, size: int, what: str) -> int:
@@ -107,10 +107,10 @@ def map_bytes(path: Path) -> np.ndarray:
     """A file's bytes, memory-mapped read-only; InputError when it can't be read or is empty."""
     try:
         if path.stat().st_size == 0:
-            raise InputError(f"{path} is empty.", hint="Download the file again.")
+            raise DamagedFileError(f"{path} is empty.", hint="Download the file again.")
         return np.memmap(path, np.uint8, mode="r")
     except OSError as error:
-        raise InputError(f"{path} can't be read: {error.strerror or error}.") from error
+        raise DamagedFileError(f"{path} can't be read: {error.strerror or error}.") from error
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -120,7 +120,7 @@ def read_gguf(path: Path) -> GgufFile:
     magic = bytes(data[:4])
     cursor.take(4, "the magic number")
     if magic != MAGIC:
-        raise InputError(f"{path.name} is not a GGUF file: it starts with {magic!r}, expected {MAGIC!r}.")
+        raise DamagedFileError(f"{path.name} is not a GGUF file: it starts with {magic!r}, expected {MAGIC!r}.")
     _check_version(cursor)
     tensor_count = cursor.count(24, "tensors")
     metadata = _metadata(cursor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adaptc.errors import InputError
+from adaptc.errors import NotFoundError
 from adaptc.sources.huggingface import PATTERNS
 
 
@@ -17,14 +17,14 @@ def local_snapshot(repository: str) -> Path:
         return Path(snapshot_download(repository, allow_patterns=list(PATTERNS)))
     except LocalEntryNotFoundError as error:
         where = "the hub is switched off (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub can't be reached"
-        raise InputError(
+        raise NotFoundError(
             f"{repository} is not in the local cache ({constants.HF_HUB_CACHE}), and {where}.",
             hint="Download it where there is a network and pass the folder, or set HF_HOME or HF_ENDPOINT.",
         ) from error
     except HFValidationError as error:
-        raise InputError(f"{repository!r} is no hub id: {error}") from error
+        raise NotFoundError(f"{repository!r} is no hub id: {error}") from error
     except (HfHubHTTPError, OSError) as error:
-        raise InputError(
+        raise NotFoundError(
             f"{repository} can't be read from the hub: {str(error).splitlines()[0]}",
             hint="Check the name; gated models need HF_TOKEN.",
         ) from error

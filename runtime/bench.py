@@ -1,0 +1,211 @@
+"""What an artifact costs to run: time to the first token, time per token, throughput and memory, over prompt lengths
+and concurrency; and its attention and matrix kernels by themselves. Same artifact, same seed, same prompts.
+
+Figures of different runs are comparable only on one machine with the same other load: nothing here judges them.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from numbers import Integral
+
+import numpy as np
+
+from adaptc.errors import TooLongError
+from adaptc.plan import Operator, Plan, evaluate
+from adaptc.runtime.engine import Engine
+from adaptc.runtime.sampler import check
+from adaptc.runtime.session import Session
+
+Progress = Callable[[str, int, int], None]
+
+OPERATOR_SECONDS = 0.02
+"""Each kind of operator is repeated for about this long: kernels take microseconds to milliseconds."""
+
+COMMANDS = 20
+"""… and at least this often."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """``concurrency`` prompts of ``prompt_tokens`` tokens that arrive at once, ``new_tokens`` generated for each. Times
+    are seconds over requests: ttft from arrival to the first token, queueing included; tpot between tokens after it.
+    Throughput counts all requests together: tokens of prompts while they are read, new tokens from arrival to the end.
+    """
+
+    prompt_tokens: int
+    concurrency: int
+    new_tokens: int
+    ttft_median: float
+    ttft_worst: float
+    tpot_median: float
+    tpot_worst: float
+    prefill_per_second: float
+    generated_per_second: float
+
+
+@dataclass(frozen=True)
+class OperatorPoint:
+    """One kind of operator of the plan, its kernels run alone, every place in turn so that each reads its own weights.
+    ``seconds`` for one place; ``flops`` and ``bytes`` of one place by the plan."""
+
+    phase: str
+    tokens: int
+    context: int
+    op: str
+    kernels: tuple[str, ...]
+    places: int
+    seconds: float
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """``memory`` in bytes: weights and caches as mapped, the arena, and the most that this process has had resident."""
+
+    artifact: str
+    level: str
+    threads: int | None
+    seed: int
+    memory: dict[str, int]
+    points: tuple[Point, ...]
+    operators: tuple[OperatorPoint, ...]
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def prompt(seed: int, length: int, index: int, vocabulary: int) -> np.ndarray:
+    """Token ids of a prompt, the same on every machine: a function of the arguments alone."""
+    return np.random.Generator(np.random.Philox(key=[seed, length << 32 | index])).integers(0, vocabulary, length)
+
+
+def bench(session: Session, *, prompt_lengths: Sequence[int], concurrency: Sequence[int], new_tokens: int = 32,
+          seed: int = 0, operators: bool = False, threads: int | None = None,
+          progress: Progress = lambda what, done, total: None) -> Bench:  # fmt: skip
+    """Measures ``session``. Raises TooLongError when a prompt and its new tokens don't fit the artifact's context."""
+    plan = session.plan
+    given = {"prompt_lengths": prompt_lengths, "concurrency": concurrency, "new_tokens": [new_tokens]}
+    for name, values in given.items():
+        for value in values:
+            check(name, value, Integral, "positive integers", lambda v: v >= 1)
+    if max(prompt_lengths) + new_tokens > plan.max_context:
+        raise TooLongError(f"{max(prompt_lengths)} prompt tokens and {new_tokens} new ones are more than the "
+                           f"artifact's context, {plan.max_context}.", hint="Choose fewer.")  # fmt: skip
+    grid = [(length, many) for length in prompt_lengths for many in concurrency]
+    points, alone = [], []
+    _point(session, min(prompt_lengths), 1, 2, seed)  # pages of memory and caches are warm from here on
+    for done, (length, many) in enumerate(grid):
+        progress("bench", done, len(grid))
+        points.append(_point(session, length, many, new_tokens, seed))
+        if operators:
+            alone += _operators(session, length, many, seed)
+    progress("bench", len(grid), len(grid))
+    return Bench(str(session.artifact.path), session.level, threads, seed, _memory(session), tuple(points),
+                 tuple(alone))  # fmt: skip
+
+
+def _point(session: Session, length: int, many: int, new_tokens: int, seed: int) -> Point:
+    engine, plan = _engine(session), session.plan
+    start = time.perf_counter()
+    requests = [engine.add(prompt(seed, length, i, plan.vocabulary), max_tokens=new_tokens) for i in range(many)]
+    arrivals: dict[int, list[float]] = {request: [] for request in requests}
+    while engine.active:
+        for event in engine.step():
+            arrivals[event.request].append(time.perf_counter() - start)
+    first = [times[0] for times in arrivals.values()]
+    gaps = [(times[-1] - times[0]) / (len(times) - 1) for times in arrivals.values() if len(times) > 1] or [0.0]
+    end = max(times[-1] for times in arrivals.values())
+    return Point(length, many, new_tokens, statistics.median(first), max(first), statistics.median(gaps), max(gaps),
+                 many * length / max(first), many * new_tokens / end)  # fmt: skip
+
+
+def _memory(session: Session) -> dict[str, int]:
+    plan = session.plan
+    pools = {group.name: session.engine.pools[group.name].pages for group in plan.groups}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "weights": sum(b.bytes for b in plan.buffers if b.kind == "weight"),
+        "arena": plan.arena_bytes,
+        "caches": sum(pools[s.group] * s.token_bytes() * plan.page_size for s in plan.states),
+        "resident, most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    }
+
+
+# ---- operators alone -------------------------------------------------------------------------------------------
+
+
+class _Watched:
+    """An executable that remembers the symbols of its last step."""
+
+    def __init__(self, executable):
+        self._executable, self.symbols = executable, {}
+
+    def __getattr__(self, name: str):
+        return getattr(self._executable, name)
+
+    def run(self, symbols: Mapping[str, int], **options):
+        self.symbols = dict(symbols)
+        return self._executable.run(symbols, **options)
+
+    def alone(self, operators: Sequence[int]) -> float:
+        """Seconds that these operators take with the last step's symbols, one after the other."""
+        return sum(self._executable.run(self.symbols, only=operators, times=True).values())
+
+
+def _engine(session: Session, executable=None) -> Engine:
+    """An engine of its own over the session's executable and pages, which nobody else uses meanwhile."""
+    return Engine(session.plan, executable or session.executable,
+                  {name: pool.pages for name, pool in session.engine.pools.items()})  # fmt: skip
+
+
+def _operators(session: Session, length: int, many: int, seed: int) -> list[OperatorPoint]:
+    """Runs an engine to a step of each phase, whose inputs then stay in place while operators are repeated. Those write
+    into the caches, so a phase ends with its requests."""
+    plan, found = session.plan, []
+    for phase, new in (("prefill", 1), ("decode", 3)):
+        watched = _Watched(session.executable)
+        engine = _engine(session, watched)
+        for i in range(many):
+            engine.add(prompt(seed, length, i, plan.vocabulary), max_tokens=new)
+        engine.step()
+        if phase == "decode":
+            while watched.symbols["T"] != watched.symbols["R"] and engine.active:  # until no prompt is being read
+                engine.step()
+        found += _phase(plan, watched, phase, min(length, plan.max_step_tokens) if phase == "prefill" else length + 1)
+    return found
+
+
+def _phase(plan: Plan, executable: _Watched, phase: str, context: int) -> list[OperatorPoint]:
+    symbols = executable.symbols
+    groups: dict[tuple, list[Operator]] = {}
+    for operator in plan.operators():
+        if _counts(plan, operator):
+            groups.setdefault((operator.op, tuple(call.kernel for call in operator.calls)), []).append(operator)
+    values = {**symbols, "C": context}
+    found = []
+    for (op, kernels), places in groups.items():
+        once = [operator.id for operator in places]
+        # one native run of many, since waking the threads takes as long as a small kernel
+        rounds = -(-COMMANDS // len(once))
+        spent = executable.alone(once * rounds)
+        rounds = max(rounds, int(rounds * OPERATOR_SECONDS / max(spent, 1e-9)))
+        spent = executable.alone(once * rounds)
+        found.append(OperatorPoint(phase, symbols["T"], context, op, kernels, len(places),
+                                   spent / rounds / len(places), evaluate(places[0].flops, values),
+                                   evaluate(places[0].traffic, values)))  # fmt: skip
+    return found
+
+
+def _counts(plan: Plan, operator: Operator) -> bool:
+    """Attention and matrix products, whatever they are called: arithmetic on a state, or on a weight of two axes."""
+    buffers = {buffer.handle: buffer for buffer in plan.buffers}
+    read = [buffers[handle] for call in operator.calls for handle in call.buffers]
+    matrix = any(b.kind == "weight" and (b.dtype == "u8" or len(b.shape) > 1) for b in read)
+    return bool(operator.flops) and (matrix or any(b.kind == "state" for b in read))

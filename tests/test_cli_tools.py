@@ -1,0 +1,283 @@
+"""The command's tools, in this process: opt, coverage, bench, profile table, completion, and ids of errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from fake_codegen import FakeCodegen
+
+import tiny_models
+from adaptc import backends
+from adaptc.cli import main
+from adaptc.errors import LegalityError, OptionError, TooLongError
+from adaptc.plan import evaluate
+from adaptc.runtime import bench as benching
+from adaptc.runtime.session import load
+
+
+def adaptc_(*args, code: int = 0):
+    done = CliRunner().invoke(main, [str(a) for a in args])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_models.write(tmp_path_factory.mktemp("tools") / "model")
+
+
+@pytest.fixture(scope="module")
+def artifact(model) -> Path:
+    adaptc_("compile", model, "-o", model.parent / "a.adapt", "--max-step-tokens", 16)
+    return model.parent / "a.adapt"
+
+
+@pytest.fixture(scope="module")
+def captured(model) -> Path:
+    path = model.parent / "captured.mlir"
+    path.write_text(adaptc_("inspect", model, "--ir", "captured").stdout)
+    return path
+
+
+# ---- opt
+
+
+def test_passes_run_by_name_and_in_order(captured, tmp_path):
+    shown = ("--print-after", "clean_up", "--time-passes")
+    done = adaptc_("opt", captured, "--passes", "clean_up, raise_rms_norm", *shown)
+    assert done.stdout.count("adaptc.rms_norm") == 3 and "adaptc.rsqrt" not in done.stdout
+    assert done.stderr.count("// after ") == 1 and done.stderr.startswith("// after clean_up\nmodule")
+    assert "adaptc.rsqrt" in done.stderr and "raise_rms_norm" in done.stderr.splitlines()[-1]
+    every = adaptc_("opt", captured, "--to", "fused", "--print-after", "all")
+    names = [line[9:] for line in every.stderr.splitlines() if line.startswith("// after ")]
+    assert names[:3] == ["clean_up", "hoist_weight_math", "clean_up"] and names[-1] == "group_elementwise"
+    adaptc_("opt", captured, "--to", "fused", "-o", tmp_path / "fused.mlir")
+    assert (tmp_path / "fused.mlir").read_text() == every.stdout
+
+
+def test_opt_takes_a_stage_where_inspect_does(captured, model):
+    for stage, flags in (("fused", ()), ("lowered", ("--weights", "int8", "--page-size", "8"))):
+        wanted = adaptc_("inspect", model, "--ir", stage, *flags).stdout
+        assert adaptc_("opt", captured, "--to", stage, *flags).stdout == wanted
+
+
+def test_opt_refuses(captured, tmp_path):
+    for args, code, words in (
+        ((captured, "--passes", "fuse"), "E0301", "unknown pass 'fuse'; valid values are: clean_up"),
+        ((captured,), "E0300", "give either passes or the stage"),
+        ((captured, "--passes", "clean_up", "--to", "fused"), "E0300", "give either"),
+        ((captured, "--passes", "plan_memory"), "E0500", "plan_memory requires 'selected'"),
+        ((tmp_path / "absent.mlir", "--passes", "clean_up"), "E0100", "absent.mlir"),
+        ((captured, "--to", "fused", "-o", tmp_path / "no" / "x"), "E0800", "can't be written"),
+    ):
+        done = adaptc_("opt", *args, code=2)
+        assert done.stderr.startswith(f"adaptc: [{code}] ") and words in done.stderr, done.stderr
+
+
+def test_a_bad_operator_is_shown_where_it_stands(captured, tmp_path):
+    text = captured.read_text()
+    (tmp_path / "bad.mlir").write_text(text.replace('kind = "mean"', 'kind = "median"', 1))
+    lines = adaptc_("opt", tmp_path / "bad.mlir", "--passes", "clean_up", code=2).stderr.splitlines()
+    marked = [line for line in lines if line.startswith(">")]
+    assert len(marked) == 1 and '"adaptc.reduce"' in marked[0] and 'kind = "median"' in marked[0]
+    assert 5 <= len(lines) <= 9 and "unknown kind 'median'" in lines[0] and "adaptc.here" not in "\n".join(lines)
+    assert all(len(line) < 210 for line in lines[1:])
+    assert any('"adaptc.rsqrt"' in line for line in lines[1:])  # what follows it, with the function's own names
+    (tmp_path / "cut.mlir").write_text(text.replace('"adaptc.rsqrt"(', '"adaptc.rsqrt"(%', 1))
+    lines = adaptc_("opt", tmp_path / "cut.mlir", "--passes", "clean_up", code=2).stderr.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(">"))
+    assert lines[0].startswith("adaptc: [E0103]") and "rsqrt" in lines[at] and lines[at + 1].strip() == "^"
+
+
+def test_a_pass_that_breaks_a_rule_is_named_with_a_window(captured):
+    from torch_mlir import ir
+
+    from adaptc.ir.module import Program
+    from adaptc.passes.base import run_pass
+    from adaptc.passes.clean_up import CleanUp
+
+    class Breaks:
+        name, requires, ensures = "breaks", (), ()
+
+        def run(self, program):
+            CleanUp().run(program)
+            op = next(op for _, op in program.operators() if op.operation.name == "adaptc.linear")
+            with program.editing():
+                op.operation.attributes["nonsense"] = ir.BoolAttr.get(True)
+
+    with pytest.raises(LegalityError, match="after pass breaks: .*unknown attribute 'nonsense'") as caught:
+        run_pass(Program.parse(captured.read_text()), Breaks())
+    assert str(caught.value).count("\n>") == 1
+
+
+# ---- coverage
+
+
+def test_coverage_counts_every_operator_and_names_its_lines(model):
+    rows = json.loads(adaptc_("coverage", model, "--json").stdout)
+    by_name = {row["op"]: row for row in rows}
+    assert by_name["attention"]["count"] == 3 and by_name["attention"]["modules"] == ["model.layers.*.self_attn"]
+    assert all(row["status"] == "mapped" for row in rows)
+    file = "transformers/models/llama/modeling_llama.py"
+    assert all(line.startswith(file + ":") for row in rows for line in row["lines"])
+    import transformers
+
+    source = Path(transformers.__file__).parents[1] / file
+    number = int(by_name["gated_linear"]["lines"][0].rpartition(":")[2])
+    assert "gate_proj" in source.read_text().splitlines()[number - 1]
+    # 3 layers of q, k, v, o and the MLP, and the head: 2 FLOPs a weight
+    weights = 3 * (64 * 64 * 2 + 64 * 32 * 2) + 64 * 320
+    maps = sum(by_name[op]["flops"] for op in ("linear", "linears"))
+    assert maps == 2 * (weights + 3 * 96 * 64)
+    text = adaptc_("coverage", model).stdout
+    assert "nothing is missing" in text and "100" not in text.splitlines()[3]
+
+
+class Gaps(FakeCodegen):
+    def packed_bytes(self, format, shape):
+        return 4 * shape[0] * shape[1]
+
+
+def test_coverage_lists_everything_that_is_missing(model, monkeypatch):
+    lacks = ("attention", "embedding", "gated_linear", "silu", "tanh", "linears", "linear", "group", "sigmoid", "exp")
+    monkeypatch.setattr(backends, "codegen", lambda name: Gaps(*lacks))
+    done = adaptc_("coverage", model, code=1)
+    lines = done.stdout.splitlines()
+    status = {line.split()[0]: line for line in lines[3:-1]}
+    for name in ("attention", "embedding", "linear"):
+        assert "missing" in status[name], status[name]
+    assert "decomposed into" in status["gated_linear"] and "linear" in status["gated_linear"]
+    assert "modeling_llama.py" in status["attention"] and lines[-1].startswith("missing: ")
+    assert {"attention", "embedding", "linear", "exp"} <= set(lines[-1].removeprefix("missing: ").split(", "))
+    assert status["exp"].split()[1] == "0"  # only a part of what was decomposed
+
+
+# ---- bench
+
+
+def test_prompts_are_reproducible():
+    one = benching.prompt(3, 40, 2, 1000)
+    assert one.tolist() == benching.prompt(3, 40, 2, 1000).tolist() and one.min() >= 0 and one.max() < 1000
+    assert benching.prompt(0, 4, 0, 49152).tolist() == [15728, 45622, 45022, 8654]
+    others = [benching.prompt(*key, 1000).tolist() for key in ((4, 40, 2), (3, 40, 3), (3, 41, 2))]
+    assert one.tolist() not in others
+
+
+def test_bench_measures_every_point_and_leaves_the_session_usable(artifact):
+    with load(artifact, threads=2) as session:
+        before = session.generate("Hello", max_tokens=6, ignore_eos=True)
+        found = benching.bench(session, prompt_lengths=[3, 40], concurrency=[1, 5], new_tokens=4, operators=True)
+        assert session.generate("Hello", max_tokens=6, ignore_eos=True).token_ids == before.token_ids
+    assert [(p.prompt_tokens, p.concurrency) for p in found.points] == [(3, 1), (3, 5), (40, 1), (40, 5)]
+    for p in found.points:
+        assert 0 < p.ttft_median <= p.ttft_worst and 0 < p.tpot_median <= p.tpot_worst
+        assert p.generated_per_second > 0 and p.prefill_per_second > 0
+    assert found.memory["weights"] > 300_000 and all(size > 0 for size in found.memory.values())
+    phases = {(o.phase, o.op): o for o in found.operators}
+    assert {("decode", "attention"), ("prefill", "linear"), ("decode", "gated_linear")} <= set(phases)
+    assert not {"rms_norm", "embedding", "rope", "add"} & {o.op for o in found.operators}
+    gated = [o for o in found.operators if o.op == "gated_linear"]
+    assert {o.tokens for o in gated if o.phase == "decode"} == {1, 5}
+    assert {o.tokens for o in gated if o.phase == "prefill"} == {3, 15, 16}
+    for o in gated:
+        assert o.places == 3 and o.seconds > 0 and 2 * 2 * 64 * 96 * o.tokens <= o.flops < 2.2 * 2 * 64 * 96 * o.tokens
+
+
+def test_bench_as_a_command(artifact):
+    done = adaptc_("bench", artifact, "--prompt-lengths", "4", "--concurrency", "2", "--new-tokens", "3", "--ops")
+    assert "TTFT ms" in done.stdout and "Kernels alone" in done.stdout and "weights" in done.stdout
+    data = json.loads(adaptc_("bench", artifact, "--prompt-lengths", 4, "--concurrency", 1, "--json").stdout)
+    assert data["points"][0]["new_tokens"] == 32 and data["operators"] == [] and data["seed"] == 0
+    assert "[E0300] --concurrency" in adaptc_("bench", artifact, "--concurrency", "two", code=2).stderr
+    assert "[E0702]" in adaptc_("bench", artifact, "--prompt-lengths", "120", code=2).stderr
+    assert "[E0300] prompt_lengths must be" in adaptc_("bench", artifact, "--prompt-lengths", "0", code=2).stderr
+    with load(artifact, threads=1) as session, pytest.raises(TooLongError, match="128 prompt tokens and 1 new"):
+        benching.bench(session, prompt_lengths=[128], concurrency=[1], new_tokens=1)
+
+
+def test_operators_run_alone_in_any_order(artifact):
+    """The same operator on the same buffers gives the same, and times are of what ran."""
+    with load(artifact, threads=2) as session:
+        session.score([5, 6, 7])
+        symbols = {"T": 3, "R": 1, "S": 3}
+        linear = next(op for op in session.plan.operators() if op.op == "gated_linear")
+        wanted = session.executable.read(linear.outputs[0], symbols)
+        session.executable.run(symbols, stop_after=linear.id)
+        wanted = session.executable.read(linear.outputs[0], symbols)
+        times = session.executable.run(symbols, only=[linear.id] * 3, times=True)
+        assert list(times) == [linear.id] and times[linear.id] > 0
+        np.testing.assert_array_equal(session.executable.read(linear.outputs[0], symbols), wanted)
+        assert session.executable.run(symbols, only=[]) is None
+        with pytest.raises(OptionError, match="unknown operator 999"):
+            session.executable.run(symbols, only=[linear.id, 999])
+        whole = session.executable.run(symbols, times=True)
+        assert set(whole) == {op.id for op in session.plan.operators()}
+
+
+def test_forms_are_sums_of_products():
+    assert evaluate({"": 5, "T": 2, "T*C<8": 3}, {"T": 4, "C": 100}) == 5 + 8 + 96
+    assert evaluate({}, {}) == 0
+
+
+# ---- the rest
+
+
+def test_profile_table(model, artifact):
+    text = adaptc_("inspect", model, "--profile-table", "--max-step-tokens", 16).stdout
+    assert "decode (1 token)" in text and "prefill (16 tokens)" in text and "bandwidth" in text
+    assert adaptc_("inspect", artifact, "--profile-table").stdout == text
+    rows = json.loads(adaptc_("inspect", artifact, "--profile-table", "--json").stdout)
+    assert {row["tokens"] for row in rows} == {1, 16} and all(row["bytes"] >= 0 for row in rows)
+
+
+@pytest.mark.parametrize("shell, words", [("bash", "complete -o nosort"), ("zsh", "#compdef"), ("fish", "complete")])
+def test_completion(shell, words, monkeypatch):
+    monkeypatch.setattr("click.shell_completion.BashComplete._check_version", staticmethod(lambda: None))
+    assert words in adaptc_("completion", shell).stdout
+
+
+def test_completion_knows_commands_and_choices():
+    from click.shell_completion import ShellComplete
+
+    complete = ShellComplete(main, {}, "adaptc", "_ADAPTC_COMPLETE")
+    words = lambda args, text: {item.value for item in complete.get_completions(args, text)}  # noqa: E731
+    assert {"bench", "coverage", "compile", "completion"} <= words([], "")
+    assert words(["compile", "--weights"], "i") == {"int8", "int4"}
+    assert "--profile-table" in words(["inspect"], "--pro")
+
+
+def test_run_samples_penalties_and_tools(artifact, tmp_path):
+    flags = ("--max-tokens", 4, "--ignore-eos", "--temperature", 1.0, "--seed", 5)
+    data = json.loads(adaptc_("run", artifact, "Hi", *flags, "-n", 3, "--logprobs", 1, "--json").stdout)
+    assert len(data) == 3 and all(len(d["logprobs"]) == 4 for d in data)
+    assert json.loads(adaptc_("run", artifact, "Hi", *flags, "--json").stdout)["token_ids"] == data[0]["token_ids"]
+    text = adaptc_("run", artifact, "Hi", *flags, "-n", 2).stdout
+    assert text.startswith("[0] ") and "\n[1] " in text
+    done = json.loads(adaptc_("run", artifact, "Hi", *flags, "--logit-bias", "40=1e9", "--json").stdout)
+    assert done["token_ids"] == [40] * 4
+    spread = adaptc_("run", artifact, "Hi", *flags[2:], "--max-tokens", 9, "--presence-penalty", 1e6, "--json").stdout
+    assert len(set(json.loads(spread)["token_ids"])) == 9
+    (tmp_path / "tools.json").write_text('[{"name": "f"}]')
+    adaptc_("run", artifact, "--chat", "Hi", "--tools", tmp_path / "tools.json", *flags)
+    for args, code in (((artifact, "Hi", "--logit-bias", "x"), "E0300"),
+                       ((artifact, "Hi", "--tools", "x.json"), "E0300"),
+                       ((artifact, "--chat", "a", "--tools", tmp_path / "no.json"), "E0102"),
+                       ((artifact, "Hi", "--min-p", 2), "E0300"), ((artifact, ""), "E0701"),
+                       ((artifact, "Hi", "-n", 99), "E0300"), ((artifact, "x" * 200), "E0702")):
+        assert f"adaptc: [{code}] " in adaptc_("run", *args, code=2).stderr
+
+
+def test_ids_of_errors(model, artifact, tmp_path):
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "manifest.json").write_text("{}")
+    for args, code in (
+        (("compile", tmp_path / "absent", "-o", tmp_path / "x"), "E0101"),
+        (("inspect", artifact, "--ir", "molten"), "E0301"),
+        (("compile", model, "-o", artifact), "E0801"), (("run", tmp_path / "damaged", "x"), "E0601"),
+        (("run", tmp_path / "absent", "x"), "E0600"), (("compile", model, "-o", tmp_path / "no" / "x"), "E0800"),
+    ):
+        assert adaptc_(*args, code=2).stderr.startswith(f"adaptc: [{code}] "), args
