@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from adaptc.errors import AdaptcError
+from adaptc.errors import AdaptcError, InputError, OptionError, RequestError
 from adaptc.options import CHOICES, CompileOptions
 
 
@@ -28,6 +28,7 @@ class _Commands(click.Group):
             click.echo(f"adaptc: {error}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
+            exec("")  # CPython remembers an interrupt within a text's exec (dataclasses, say) and would end by SIGINT
             click.echo("adaptc: interrupted.", err=True)
             ctx.exit(130)
         except BrokenPipeError:
@@ -85,8 +86,8 @@ class _Bars:
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The artifact, e.g. OUT.adapt.")
 @click.option("--from", "from_ir", type=click.Path(path_type=Path),
               help="A stage printed by `inspect --ir`, to start from; weights and tokenizer come from MODEL.")
-@click.option("--goldens", type=click.Path(path_type=Path), help="A file made by `adaptc golden`, kept in the artifact.")
-@click.option("--force", is_flag=True, help="Replace an existing artifact; it stays loadable until the new one is done.")
+@click.option("--goldens", type=click.Path(path_type=Path), help="A file made by `adaptc golden`, to keep inside.")
+@click.option("--force", is_flag=True, help="Replace an artifact; it stays loadable until the new one is done.")
 @click.option("--workers", type=int, default=None, help="Processes that compile kernels. [default: one a core]")
 @_compile_options
 @_as_json
@@ -117,7 +118,6 @@ def compile_command(model, target, output, from_ir, goldens, force, workers, as_
 def run(artifact, prompt, chat, system, max_tokens, temperature, top_k, top_p, seed, stop, ignore_eos, threads,
         as_json) -> None:
     """Runs ARTIFACT on PROMPT and streams the answer. With neither PROMPT nor --chat, reads standard input."""
-    from adaptc.errors import OptionError
     from adaptc.runtime.session import load
 
     if system is not None and chat is None:
@@ -127,7 +127,7 @@ def run(artifact, prompt, chat, system, max_tokens, temperature, top_k, top_p, s
     if chat is not None:
         request = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": chat}]
     else:
-        request = prompt if prompt is not None else sys.stdin.read()
+        request = prompt if prompt is not None else _standard_input()
     start = time.perf_counter()
     with load(artifact, threads=threads) as session:
         loaded = time.perf_counter() - start
@@ -143,7 +143,18 @@ def run(artifact, prompt, chat, system, max_tokens, temperature, top_k, top_p, s
                                "tpot_s": result.tpot_s, "finish_reason": result.finish_reason, "load_s": loaded}))
     else:
         speed = f", {1 / result.tpot_s:.1f} tokens/s" if result.tpot_s else ""
-        click.echo(f"\n[{len(result.token_ids)} tokens, load {loaded:.2f} s, TTFT {result.ttft_s:.2f} s{speed}]", err=True)
+        counts = f"{len(result.token_ids)} tokens, load {loaded:.2f} s, TTFT {result.ttft_s:.2f} s{speed}"
+        click.echo(f"\n[{counts}]", err=True)
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise RequestError("There is no prompt: standard input is closed.", hint="Give PROMPT or --chat.")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        what = f"{error.reason} at byte {error.start}"
+        raise RequestError(f"The prompt on standard input is not UTF-8: {what}.") from error
 
 
 @main.command()
@@ -158,7 +169,9 @@ def inspect(what, stage, show_plan, show_memory, target, as_json, **options) -> 
     """Shows what is in WHAT: a model or an artifact. Without a flag, a summary."""
     from adaptc import driver, report
 
-    if stage:
+    if (stage is not None) + show_plan + show_memory > 1:
+        raise OptionError("--ir, --plan and --memory each print another thing; give one of them.")
+    if stage is not None:
         text = driver.stage_text(what, stage, target, **options)
         click.echo(json.dumps({"stage": stage, "ir": text}) if as_json else text, nl=as_json)
         return
@@ -222,7 +235,10 @@ def golden(model, output, prompts, steps, as_json) -> None:
     """Records what the authors' own MODEL answers, for `compile --goldens`."""
     from adaptc import golden as goldens
 
-    lines = tuple(prompts.read_text().splitlines()) if prompts else goldens.PROMPTS
+    try:
+        lines = tuple(prompts.read_text("utf-8").splitlines()) if prompts else goldens.PROMPTS
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{prompts} can't be read: {error}.") from error
     facts = goldens.record(model, output, prompts=lines, steps=steps, progress=_Bars(as_json))
     click.echo(json.dumps(facts, indent=1) if as_json else f"{output}: {len(lines)} prompts × {steps} steps.")
 

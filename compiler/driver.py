@@ -6,12 +6,12 @@ import hashlib
 import os
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator
 
-from adaptc.errors import InputError, OptionError, one_of
+from adaptc.errors import InputError, LegalityError, OptionError, one_of
 from adaptc.options import CompileOptions
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total)."""
+
+DEFAULTS = CompileOptions()
 
 TOLERANCES = {"logits_absolute": 5e-4, "greedy_margin": 1e-3}
 """Agreement of f32 activations with the authors' model in float32: largest difference of a logit, and the margin
@@ -34,7 +36,7 @@ PROFILE_CONTEXT = 1024
 @dataclass
 class CompileReport:
     """What a compile did. ``seconds`` by stage; ``conversion_errors`` relative RMS error by tensor whose format was
-    changed; ``clones`` why a body stands more than once."""
+    changed; ``format_notes`` why a weight hasn't the chosen format; ``clones`` why a body stands more than once."""
 
     output: str
     model: str
@@ -47,6 +49,7 @@ class CompileReport:
     memory: dict[str, int] = field(default_factory=dict)
     bodies: dict[str, int] = field(default_factory=dict)
     clones: tuple[str, ...] = ()
+    format_notes: tuple[str, ...] = ()
     conversion_errors: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,18 +84,23 @@ def compile_model(model: str | os.PathLike, target: str = "cpu", *, output: str 
     from adaptc.sources import open_source
 
     chosen = CompileOptions.of(options)
+    if workers is not None and workers < 1:
+        raise OptionError(f"workers must be an integer of at least 1, got {workers}.")
     setup = _Setup.of(target, chosen)
     output = Path(output)
     check_output(output, force=force)
-    golden_bytes = read_goldens(goldens) if goldens else None
     given = _parse_stage(from_ir) if from_ir else None
     report = CompileReport(str(output), "", target, setup.level, chosen.to_dict())
     with report.timed("open"):
         source = open_source(model)
         report.model = source.name
+        golden_bytes = read_goldens(goldens, source) if goldens else None
     with report.timed("capture"):
         progress("capture", 0, 1)
-        captured = given if given is not None and given.stage == "captured" else _capture(source)
+        captured = _capture(source)
+        if given is not None:
+            _check_given(given, captured, from_ir)
+            captured = given if given.stage == "captured" else captured
         progress("capture", 1, 1)
     with report.timed("passes"):
         programs = setup.lower(given or captured, "lowered")
@@ -138,7 +146,7 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
         "max_context": plan.max_context, "operators a step": len(plan.operators()), "kernels": len(plan.kernels),
         "weights": sum(b.kind == "weight" for b in plan.buffers), "states": len(plan.states),
         "cache bytes a token": sum(s.token_bytes() for s in plan.states),
-        "bodies": {name: len(lowered.calls(name)) for name in lowered.functions() if name != "step"},
+        "bodies": _bodies(lowered), "bodies cloned": list(lowered.fact("clones", ())),
         "options": setup.options.to_dict(),
     }
     if (Path(what) / MANIFEST).is_file():
@@ -172,24 +180,39 @@ class _Setup:
     def lower(self, program: "Program", stage: str) -> "dict[str, Program]":
         """The program in every stage from its own to ``stage``; from a later one than ``laid_out``, that too."""
         from adaptc.ir.lowered import laid_out
-        from adaptc.passes.pipeline import PassOptions, lower_to
+        from adaptc.passes.pipeline import lower_to
 
-        o = self.options
-        options = PassOptions(weights=o.weights, activations=o.activations, cache=o.kv_dtype, page_size=o.page_size,
-                              key_block=self.target.key_block, max_context=self.context(program),
-                              max_step_tokens=o.max_step_tokens, max_sampled=o.max_requests,
-                              max_requests=o.max_requests)
-        programs = lower_to(program, stage, options, self.codegen).programs
-        if stage == "lowered" and "laid_out" not in programs:
-            programs["laid_out"] = laid_out(programs["lowered"])
+        options = replace(self.options, max_context=self.context(program))
+        programs = lower_to(program, stage, options, self.codegen, self.target.key_block).programs
+        if program.stage == "lowered":
+            programs["laid_out"] = laid_out(program)
+            again = lower_to(programs["laid_out"], stage, options, self.codegen, self.target.key_block).last
+            if program.fact("max_symbols") == again.fact("max_symbols"):  # else made with other options: see _check
+                _check_same(program, again)
         return programs
 
     def plan(self, lowered: "Program") -> "tuple[Plan, tuple]":
         from adaptc.planner.emit import emit_plan
 
-        return emit_plan(lowered, self.codegen, target=self.target.name, backend=self.target.backend,
-                         level=self.level, options=self.options, max_context=self.context(lowered),
-                         key_block=self.target.key_block)
+        plan, kernels = emit_plan(lowered, self.codegen, target=self.target.name, backend=self.target.backend,
+                                  level=self.level, max_context=self.context(lowered))
+        self._check(plan, lowered)
+        return plan, kernels
+
+    def _check(self, plan: "Plan", lowered: "Program") -> None:
+        """That a plan made from a late stage's text is what the options say. OptionError names the one that isn't."""
+        said = {name: getattr(self.options, name) for name in ("page_size", "max_step_tokens", "max_requests")}
+        made = {name: getattr(plan, name) for name in said if plan.states or name != "page_size"}
+        if plan.states:
+            said |= {"kv": self.options.kv_dtype, "max_context": -(-plan.max_context // plan.page_size)}
+            made |= {"kv": plan.states[0].dtype, "max_context": plan.groups[0].max_pages}
+        for name in ("weights", "activations"):
+            said[name], made[name] = getattr(self.options, name), lowered.fact(name)
+        for name, value in made.items():
+            if value != said[name]:
+                got = f"{value} pages a request" if name == "max_context" else value
+                raise OptionError(f"the given stage was made with another {name}, {got}.",
+                                  hint="Give the options it was made with, or start from an earlier stage.")
 
 
 def _capture(source) -> "Program":
@@ -213,6 +236,32 @@ def _parse_stage(path: str | os.PathLike) -> "Program":
     return program
 
 
+def _check_given(given: "Program", captured: "Program", path: str | os.PathLike) -> None:
+    """That a given stage is of the model whose own program is ``captured``: of its sizes, reading each of its tensors
+    and no others, in its shapes and rows. InputError names what isn't so."""
+    for fact in ("vocabulary", "context"):
+        if given.fact(fact) != captured.fact(fact):
+            raise InputError(f"{path} says {fact} = {given.fact(fact)}, and the model has {captured.fact(fact)}.")
+    read, own = ({(w.tensor, w.rows, w.stored, w.spec.shape): w.tensor for w in program.weights().values()}
+                 for program in (given, captured))
+    hint = "The text and the model don't belong together."
+    if unknown := sorted({read[key] for key in read.keys() - own.keys()}):
+        raise InputError(f"{path} reads the tensor {unknown[0]!r} in a form that the model doesn't have.", hint=hint)
+    if missing := sorted({own[key] for key in own.keys() - read.keys()}):
+        raise InputError(f"{path} doesn't read the model's tensor {missing[0]!r}.", hint=hint)
+
+
+def _check_same(lowered: "Program", again: "Program") -> None:
+    """That a given lowered program has the kernels and places that lowering it gives: nothing else says that a place
+    is large enough and free, or that a kernel means what its operator does."""
+    for number, (got, expected) in enumerate(zip(lowered.text().splitlines(), again.text().splitlines()), 1):
+        if got != expected:
+            at = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), min(len(got), len(expected)))
+            raise LegalityError(f"stage lowered, line {number}: expected …{expected[max(0, at - 60):at + 60]}…, got "
+                                f"…{got[max(0, at - 60):at + 60]}….",
+                                hint="Kernels and places follow from the laid-out stage: edit that one.")
+
+
 def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tuple[Program, _Setup]":
     """The captured program of a model or an artifact, and the setup it is (or was) compiled with."""
     from adaptc.artifact_format import CAPTURED, MANIFEST
@@ -221,6 +270,9 @@ def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tup
     if (Path(what) / MANIFEST).is_file():
         from adaptc.runtime.loader import load_artifact
 
+        if asked := sorted(k for k, v in CompileOptions.of(options).to_dict().items() if v != getattr(DEFAULTS, k)):
+            raise OptionError(f"{what} is an artifact: it shows the options it was compiled with, so {asked[0]} can't "
+                              "be chosen.", hint="Inspect the model instead.")
         artifact = load_artifact(what)
         setup = _Setup.of(artifact.manifest["target"], CompileOptions.of(dict(artifact.manifest["options"])))
         return _parse_stage(Path(what) / CAPTURED), setup
@@ -241,6 +293,13 @@ def _memory(plan: "Plan") -> dict[str, int]:
             f"cache, a request of {plan.max_context} tokens": full}
 
 
+def _bodies(program: "Program") -> dict[str, int]:
+    """How many places call each body."""
+    from adaptc.ir.functions import bodies
+
+    return {name: len(calls) for name, _, calls in bodies(program)}
+
+
 def _describe(report: CompileReport, setup: _Setup, lowered: "Program", plan: "Plan") -> None:
     from adaptc.planner.coverage import coverage
     from adaptc.planner.profile import profile
@@ -251,8 +310,9 @@ def _describe(report: CompileReport, setup: _Setup, lowered: "Program", plan: "P
         report.profile += profile(lowered, setup.target, packed, tokens=tokens, context=context)
     report.coverage = coverage(lowered, setup.codegen)
     report.memory = _memory(plan)
-    report.bodies = {name: len(lowered.calls(name)) for name in lowered.functions() if name != "step"}
-    report.clones = tuple(lowered.fact("clones", ()))
+    report.bodies = _bodies(lowered)
+    report.clones = lowered.fact("clones", ())
+    report.format_notes = lowered.fact("format_notes", ())
 
 
 def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs, objects, goldens,
@@ -286,7 +346,7 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         goldens=goldens,
         sources=source.hashes,
         tensors={name: _digest(tensor) for name, tensor in sorted(source.tensors.items())},
-        requirements={"architecture": "x86_64", "level": setup.level},
+        requirements=setup.codegen.requirements(setup.level),
         options=setup.options.to_dict(),
         tolerances=TOLERANCES if setup.options.activations == "f32" else {},
         provenance=_versions(),

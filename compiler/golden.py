@@ -10,11 +10,12 @@ files and with which versions.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 
-from adaptc.errors import InputError, OutputError, RequestError
+from adaptc.errors import InputError, OptionError, OutputError, RequestError
 
 TOP = 64
 PROBES = 192
@@ -45,34 +46,55 @@ def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, step
 
     if not prompts:
         raise RequestError("no prompts to record.", hint="Give a file with one prompt a line.")
+    if steps < 1:
+        raise OptionError(f"steps must be an integer of at least 1, got {steps}.")
+    if not Path(output).parent.is_dir():
+        raise OutputError(f"{output} can't be written: the directory {Path(output).parent} does not exist.")
     source = open_source(model)
     module, encode = authors_model(source)
-    vocabulary = module.config.get_text_config().vocab_size
+    config = module.config.get_text_config()
+    vocabulary, context = config.vocab_size, config.max_position_embeddings
+    encoded = [encode(prompt) for prompt in prompts]
+    for number, ids in enumerate(encoded, 1):
+        if not ids:
+            raise RequestError(f"prompt {number} is empty.")
+        if len(ids) + steps > context:
+            raise RequestError(f"prompt {number} has {len(ids)} tokens, and with {steps} steps it exceeds the model's "
+                               f"context of {context}.")  # fmt: skip
     probes = np.sort(np.random.Generator(np.random.PCG64(PROBE_SEED)).choice(vocabulary, min(PROBES, vocabulary),
                                                                            replace=False)).astype(np.int32)
     rows = []
-    for done, prompt in enumerate(prompts):
-        ids = encode(prompt)
+    for done, ids in enumerate(encoded):
         tokens, logits = greedy(module, ids, steps)
         rows.append(_record(tokens, len(ids), logits, probes))
         if progress:
             progress("goldens", done + 1, len(prompts))
     longest = max(len(r["tokens"]) for r in rows)
-    pad = lambda t: np.pad(t, (0, longest - len(t)), constant_values=-1)  # noqa: E731
     # safetensors writes memory as it lies, and columns picked from logits lie column by column
     tensors = {name: np.ascontiguousarray(np.stack([r[name] for r in rows])) for name in rows[0] if name != "tokens"}
-    tensors |= {"tokens": np.stack([pad(r["tokens"]) for r in rows]), "probe_ids": probes}
+    tensors |= {"tokens": np.stack([_padded(r["tokens"], longest) for r in rows]), "probe_ids": probes}
     metadata = {"kind": KIND, "version": VERSION, "model": source.name,
-                "files": json.dumps(source.hashes, sort_keys=True), "made_with": json.dumps(_versions(), sort_keys=True)}
-    try:
-        Path(output).write_bytes(save(tensors, metadata))
-    except OSError as error:
-        raise OutputError(f"{output} can't be written: {error.strerror}.") from error
+                "files": json.dumps(source.hashes, sort_keys=True),
+                "made_with": json.dumps(_versions(), sort_keys=True)}
+    _write(Path(output), save(tensors, metadata))
     return metadata
 
 
-def read(path: str | Path) -> bytes:
-    """The bytes of a golden file; InputError when it isn't one."""
+def _write(output: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    beside = output.with_name(f".{output.name}.writing-{os.getpid()}")
+    try:
+        try:
+            beside.write_bytes(content)
+            os.replace(beside, output)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"{output} can't be written: {error.strerror}.") from error
+
+
+def read(path: str | Path, source=None) -> bytes:
+    """The bytes of a golden file; InputError when it isn't one, or isn't one of ``source``'s files."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -82,6 +104,9 @@ def read(path: str | Path) -> bytes:
         raise InputError(f"{path} is not a golden file: {error}.", hint="Make one with `adaptc golden`.") from error
     if metadata.get("kind") != KIND or metadata.get("version") != VERSION or names != TENSORS:
         raise InputError(f"{path} is not a golden file of version {VERSION}.", hint="Make one with `adaptc golden`.")
+    if source is not None and json.loads(metadata["files"]) != source.hashes:
+        raise InputError(f"{path} was recorded from other files than {source.name}: from {metadata['model']}.",
+                         hint="Record goldens of this very model with `adaptc golden`.")
     return Path(path).read_bytes()
 
 
@@ -110,6 +135,10 @@ def greedy(module, prompt: list[int], steps: int) -> tuple[list[int], np.ndarray
             tokens += feed
         whole = module(torch.tensor([tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return tokens, whole.float().numpy()
+
+
+def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
+    return np.pad(tokens, (0, length - len(tokens)), constant_values=-1)
 
 
 def _record(tokens: list[int], prompt_length: int, logits: np.ndarray, probes: np.ndarray) -> dict[str, np.ndarray]:

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
+from adaptc import formats
 from adaptc.errors import OptionError, one_of
 
 CHOICES = {
-    "weights": ("auto", "f32", "bf16", "int8", "int4"),
+    "weights": ("auto", *formats.CHOICES),
     "activations": ("f32", "int8"),
     "kv": ("auto", "f32", "f16", "bf16"),
 }
+"""Option → its values, where these are names."""
+
+LARGEST = 2**31 - 1
+"""Positions, rows and page numbers are 32-bit integers at run time."""
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Options of one compile.
+    """Options of one compile, of the driver and of the passes alike.
 
     weights         how weights are stored; auto keeps each tensor in the format of its file, bit for bit
     activations     f32, or int8: the inputs of linear maps are quantised on the fly, one scale a token and group of 32
@@ -45,8 +50,8 @@ class CompileOptions:
                 raise one_of(f"value for {name}", getattr(self, name), valid)
         for name, least in (("page_size", 1), ("max_step_tokens", 1), ("max_requests", 1), ("max_context", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OptionError(f"{name} must be an integer of at least {least}, got {value!r}.")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+                raise OptionError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}.")
         if not isinstance(self.level, str):
             raise OptionError(f"level must be a name, got {self.level!r}.")
 

@@ -9,7 +9,7 @@ no compiler: what they share is the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
+from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from adaptc.formats import WeightFormat
 from adaptc.plan import Plan
@@ -91,6 +91,9 @@ class Codegen(Protocol):
     tile: str
     """Name of the order that ``pack`` puts weights in; part of their type from the laid-out stage on."""
 
+    def requirements(self, level: str) -> Mapping[str, str]:
+        """What a machine must have to run kernels of ``level``, for the manifest. The launcher checks it."""
+
     def select(self, spec: OpSpec) -> Selection | None:
         """Kernels for an operator, or None when this backend has none (then its decomposition is used)."""
 
@@ -102,7 +105,7 @@ class Codegen(Protocol):
 
     def compile(self, kernels: Sequence[KernelSpec], level: str, *, workers: int = 1,
                 progress: Callable[[int, int], None] | None = None) -> Mapping[str, bytes]:
-        """Object files by file name, holding all ``kernels`` (and the backend's step driver) for CPU ``level``."""
+        """Object files by file name, holding all ``kernels`` (and what runs them in order) for ``level``."""
 
     def object_of(self, kernel: KernelSpec) -> str:
         """Name of the object file that ``compile`` puts the kernel into."""
@@ -146,7 +149,7 @@ class Launcher(Protocol):
     name: str
 
     def check_host(self, plan: Plan) -> None:
-        """Raises ArtifactError when this machine can't run the plan's CPU level, naming both."""
+        """Raises ArtifactError when this machine can't run the plan's level, naming both."""
 
     def load(self, plan: Plan, objects: Mapping[str, bytes], weights: Mapping[str, memoryview], *,
              threads: int, pages: Mapping[str, int]) -> Executable:

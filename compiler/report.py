@@ -10,8 +10,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = 
     lines = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     ends = [str(i) in right for i in range(len(header))]
-    show = lambda line: "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, ends)).rstrip()  # noqa: E731
-    return "\n".join([show(lines[0]), "  ".join("-" * w for w in widths), *map(show, lines[1:])])
+    padded = ([c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, ends)] for line in lines)
+    first, *others = ("  ".join(cells).rstrip() for cells in padded)
+    return "\n".join([first, "  ".join("-" * w for w in widths), *others])
 
 
 def quantity(value: float, unit: str = "") -> str:
@@ -57,11 +58,14 @@ def compile_text(report) -> str:
     ]
     if report.clones:
         parts.append("Bodies cloned\n" + "\n".join(f"  {why}" for why in report.clones))
+    if report.format_notes:
+        parts.append("Formats kept\n" + "\n".join(f"  {note}" for note in report.format_notes))
     if report.conversion_errors:
         worst = sorted(report.conversion_errors.items(), key=lambda item: -item[1])
         parts.append("Weights converted (relative RMS error a tensor)\n"
                      + table(("tensor", "error"), ((n, f"{e:.2e}") for n, e in worst), right="1"))
-    parts.append("Time\n" + table(("stage", "seconds"), ((n, f"{s:.2f}") for n, s in report.seconds.items()), right="1"))
+    seconds = ((stage, f"{spent:.2f}") for stage, spent in report.seconds.items())
+    parts.append("Time\n" + table(("stage", "seconds"), seconds, right="1"))
     return "\n\n".join(parts)
 
 

@@ -6,7 +6,6 @@ A pass is a frozen dataclass: its fields are its options. ``requires`` and ``ens
 
 from __future__ import annotations
 
-import re
 from typing import Callable, ClassVar, Protocol
 
 from adaptc.errors import LegalityError
@@ -24,11 +23,6 @@ class Pass(Protocol):
     ensures: ClassVar[tuple[str, ...]]
 
     def run(self, program: Program) -> None: ...
-
-
-def snake(name: str) -> str:
-    """The name of a pass, of its file, its flag and its test, from its class: FuseGatedLinear → fuse_gated_linear."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def run_pass(program: Program, one: Pass) -> None:

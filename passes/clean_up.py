@@ -166,16 +166,6 @@ def _reshape_of_transpose(b, node: Node):
     return b.transpose(flat, perm=final)
 
 
-def _flat_ids(b, node: Node):
-    """embedding of ids[1, T] → embedding of ids[T], reshaped: it looks up each id by itself."""
-    ids, weight = node.operands
-    lead = spec(ids).shape
-    if len(lead) < 2 or sum(d != 1 for d in lead) != 1:
-        return None
-    flat = b.reshape(ids, shape=tuple(d for d in lead if d != 1))
-    return b.reshape(b.embedding(flat, weight), shape=spec(node.results[0]).shape)
-
-
 RULES = {
     "add": (_neutral(0, 0, 1),),
     "sub": (_neutral(0, 1),),
@@ -190,7 +180,6 @@ RULES = {
     "pad": (_same_type,),
     "reshape": (_same_type, _view_of_view, _reshape_of_transpose),
     "transpose": (_view_of_view, _unit_transpose),
-    "embedding": (_flat_ids,),
 }
 """Operator → rules, each with the identity it uses."""
 

@@ -30,7 +30,8 @@ class Decompose:
         became: dict[str, set[str]] = {}
         with program.editing():
             for name, function in program.functions().items():
-                while sum(self._lower(node, became) for node in nodes(function)):  # what came of them may be lacking too
+                # again and again, as what came of an operator may be lacking too
+                while sum(self._lower(node, became) for node in nodes(function)):
                     pass
                 merge_equal(function)
                 remove_dead(function)

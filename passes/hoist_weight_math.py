@@ -9,7 +9,7 @@ from torch_mlir import ir
 
 from adaptc.ir.build import Builder
 from adaptc.ir.functions import bodies, refresh_signature, replace_call
-from adaptc.ir.module import Program
+from adaptc.ir.module import Program, joined
 from adaptc.ir.rewrite import Node, definer, nodes, remove_dead, rewrite, scalar, spec
 
 
@@ -84,7 +84,7 @@ def _copy(builder: Builder, node: Node, values: dict) -> ir.Value:
     for operand in node.operands:
         if operand not in values:
             values[operand] = builder.op("constant", **definer(operand).attrs)
-    inside = Builder(builder.point, ".".join(filter(None, (builder.source, node.source))))
+    inside = Builder(builder.point, joined(builder.source, node.source))
     return inside.op(node.name, *(values[v] for v in node.operands), **node.attrs)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from adaptc.errors import one_of
 from adaptc.ir import legality
 from adaptc.ir.module import STAGES, Program
+from adaptc.options import CompileOptions
 from adaptc.passes.base import Pass, run_pass
 from adaptc.passes.clean_up import CleanUp
 from adaptc.passes.decompose import Decompose
@@ -29,29 +30,6 @@ from adaptc.passes.store_states import StoreStates
 from adaptc.passes.store_weights import StoreWeights
 from adaptc.passes.trim_signatures import TrimSignatures
 from adaptc.protocol import Codegen, OpSpec
-
-
-@dataclass(frozen=True)
-class PassOptions:
-    """What the passes can be told.
-
-    weights           "auto" or a key of formats.CHOICES
-    activations       "f32" or "int8": what linear maps with integer weights multiply
-    cache             dtype of the states' rows: f32, f16 or bf16
-    page_size         tokens a page; key_block: keys that attention takes at once
-    max_context       tokens a request can have
-    max_step_tokens   tokens a step can have (T); max_sampled: rows whose logits it can give (S); max_requests: (R)
-    """
-
-    weights: str = "auto"
-    activations: str = "f32"
-    cache: str = "bf16"
-    page_size: int = 16
-    key_block: int = 32
-    max_context: int = 2048
-    max_step_tokens: int = 512
-    max_sampled: int = 64
-    max_requests: int = 64
 
 
 Stages = tuple[tuple[str, tuple[Pass, ...]], ...]
@@ -88,8 +66,9 @@ def fusion() -> tuple[Pass, ...]:
     )
 
 
-def layout(options: PassOptions, codegen: Codegen) -> tuple[Pass, ...]:
-    """sharded → laid_out: formats, caches, and only operators that the backend has."""
+def layout(options: CompileOptions, codegen: Codegen, key_block: int) -> tuple[Pass, ...]:
+    """sharded → laid_out: formats, caches (``key_block``: keys that attention takes at once), and only operators that
+    the backend has."""
 
     def supports(spec: OpSpec) -> bool:
         return codegen.select(spec) is not None
@@ -97,7 +76,7 @@ def layout(options: PassOptions, codegen: Codegen) -> tuple[Pass, ...]:
     return (
         # formats first: which bodies are clones, and which inputs can be quantised, follows from them
         StoreWeights(options.weights),
-        StoreStates(options.cache, options.page_size, options.key_block, options.max_context),
+        StoreStates(options.kv_dtype, options.page_size, key_block, options.max_context),
         QuantizeActivations(options.activations),
         # when types and operands are final: what a backend supports depends on them
         Decompose(supports),
@@ -108,15 +87,15 @@ def layout(options: PassOptions, codegen: Codegen) -> tuple[Pass, ...]:
     )
 
 
-def lowering(options: PassOptions, codegen: Codegen) -> tuple[Pass, ...]:
+def lowering(options: CompileOptions, codegen: Codegen) -> tuple[Pass, ...]:
     """laid_out → lowered: kernels, then memory, which needs the kernels' scratch sizes."""
     return (
         SelectKernels(codegen),
-        PlanMemory(options.max_step_tokens, options.max_sampled, options.max_requests),
+        PlanMemory(options.max_step_tokens, options.max_requests, options.max_requests),
     )
 
 
-def pipeline(options: PassOptions, codegen: Codegen | None = None) -> Stages:
+def pipeline(options: CompileOptions, codegen: Codegen | None = None, key_block: int = 16) -> Stages:
     """(stage reached, passes that reach it) in order. Without a backend's codegen it ends at the sharded stage."""
     stages: Stages = (
         ("fused", fusion()),
@@ -124,7 +103,7 @@ def pipeline(options: PassOptions, codegen: Codegen | None = None) -> Stages:
         ("sharded", ()),
     )
     if codegen is not None:
-        stages += (("laid_out", layout(options, codegen)), ("lowered", lowering(options, codegen)))
+        stages += (("laid_out", layout(options, codegen, key_block)), ("lowered", lowering(options, codegen)))
     return stages
 
 
@@ -149,10 +128,11 @@ class Lowered:
         return list(self.programs.values())[-1]
 
 
-def lower_to(program: Program, stage: str, options: PassOptions = PassOptions(), codegen: Codegen | None = None,
-             ) -> Lowered:
+def lower_to(program: Program, stage: str, options: CompileOptions = CompileOptions(), codegen: Codegen | None = None,
+             key_block: int = 16) -> Lowered:
     """Takes a program from whatever stage it is in to ``stage``. The given program isn't changed; those of different
-    stages share nothing, and each is made from the printed text of the one before.
+    stages share nothing, and each is made from the printed text of the one before. From the laid-out stage on,
+    ``options.max_context`` must be a number of tokens.
 
     OptionError for an unknown stage, one that lies behind, or one that needs a codegen; LegalityError when a pass
     broke a rule.
@@ -161,13 +141,14 @@ def lower_to(program: Program, stage: str, options: PassOptions = PassOptions(),
         raise one_of("stage", stage, STAGES)
     legality.check(program)
     ahead = STAGES[STAGES.index(program.stage) :]
-    reachable = [program.stage, *(s for s, _ in pipeline(options, codegen) if s in ahead[1:])]
+    stages = pipeline(options, codegen, key_block)
+    reachable = [program.stage, *(s for s, _ in stages if s in ahead[1:])]
     if stage not in reachable:
         raise one_of(f"stage to reach from {program.stage!r} {'with' if codegen else 'without'} a backend", stage,
                      reachable)
     programs, times = {program.stage: program}, []
     current = program
-    for name, passes in pipeline(options, codegen):
+    for name, passes in stages:
         if name not in ahead[1:] or current.stage == stage:
             continue
         current = current.copy()

@@ -26,11 +26,8 @@ from adaptc.ir.lowered import scratch_of
 from adaptc.ir.module import STEP, Program, callee
 from adaptc.ir.rewrite import nodes, spec
 from adaptc.passes.base import storage
-from adaptc.plan import DTYPE_BYTES
+from adaptc.plan import ALIGNMENT, DTYPE_BYTES
 from adaptc.protocol import TensorSpec
-
-ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from adaptc.errors import one_of
 from adaptc.ir.module import Program
 from adaptc.ir.rewrite import Node, nodes, remove_dead, spec
 from adaptc.ops.dense import QUANTIZABLE
+from adaptc.options import CHOICES
 
-CHOICES = ("f32", "int8")
 GROUP = 32
 """Columns that share one scale."""
 
@@ -20,7 +20,8 @@ GROUP = 32
 @dataclass(frozen=True)
 class QuantizeActivations:
     """With "int8", one ``quantize`` for each input of linear maps whose weights have integer codes. Maps of one input
-    that were merged over integer and float weights are parted; float weights keep the float input."""
+    that were merged over integer and float weights are parted; float weights keep the float input. The choice
+    is kept in the fact "activations"."""
 
     activations: str = "f32"
     name: ClassVar[str] = "quantize_activations"
@@ -28,8 +29,9 @@ class QuantizeActivations:
     ensures: ClassVar[tuple[str, ...]] = ()
 
     def run(self, program: Program) -> None:
-        if self.activations not in CHOICES:
-            raise one_of("activation format", self.activations, CHOICES)
+        if self.activations not in CHOICES["activations"]:
+            raise one_of("activation format", self.activations, CHOICES["activations"])
+        program.set_fact("activations", self.activations)
         if self.activations == "f32":
             return
         with program.editing():

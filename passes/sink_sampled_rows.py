@@ -10,6 +10,7 @@ from torch_mlir import ir
 from adaptc.errors import LegalityError
 from adaptc.ir.module import Program
 from adaptc.ir.rewrite import Node, defined_before, definer, nodes, remove_dead, spec
+from adaptc.ops.axes import axis_map
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,21 @@ def _sink(gather: Node) -> bool:
 
 
 def _movable(node: Node, rows: ir.Value) -> bool:
-    if node.row is None or not node.row.token_local or node.row.state is not None or not node.operands:
+    if node.row is None or node.row.state is not None or not node.operands:
         return False
-    tokens = spec(node.results[0]).shape[:1]
-    if not tokens or not isinstance(tokens[0], str):
-        return False
-    on_axis_0 = all(_leads(v, tokens[0]) for v in node.results) and all(
-        _leads(v, tokens[0]) or not _has(v, tokens[0]) for v in node.operands
-    )
     only_gathered = all(user.name == "gather_rows" and user.operands[1] == rows for user in node.users)
-    return on_axis_0 and only_gathered and defined_before(rows, node)
+    return only_gathered and defined_before(rows, node) and _local_on_axis_0(node)
+
+
+def _local_on_axis_0(node: Node) -> bool:
+    """Whether tokens are on axis 0 of all results and of all operands that have them, and don't meet."""
+    tokens = spec(node.results[0]).shape[:1]
+    if not tokens or not isinstance(tokens[0], str) or not all(_leads(v, tokens[0]) for v in node.results):
+        return False
+    operands, results = [spec(v) for v in node.operands], [spec(v) for v in node.results]
+    maps = [axis_map(node.row, node.attrs, operands, results, i) for i in range(len(results))]
+    return all(_leads(v, tokens[0]) and all(axes[i][0] == 0 for axes in maps)
+               for i, v in enumerate(node.operands) if _has(v, tokens[0]))
 
 
 def _has(value: ir.Value, symbol: str) -> bool:

@@ -9,9 +9,10 @@ from adaptc.errors import OptionError, one_of
 from adaptc.ir import dialect
 from adaptc.ir.functions import retype
 from adaptc.ir.module import Program
+from adaptc.options import CHOICES
 
-DTYPES = ("f32", "f16", "bf16")
-"""What rows can be kept in."""
+DTYPES = CHOICES["kv"][1:]
+"""What rows can be kept in: every choice but "auto"."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from adaptc.ir.module import Program, Weight
 class StoreWeights:
     """Matrices take the format of ``weights``: "auto" (each as its file stores it) or a key of formats.CHOICES.
 
-    Bodies whose calls now pass different formats are cloned (fact "clones" says which and why); weights that can't
-    have the chosen format are noted with the reason in the fact "format_notes".
+    The choice is kept in the fact "weights". Bodies whose calls now pass different formats are cloned (fact "clones"
+    says which and why); weights that can't have the chosen format are noted with the reason in the fact
+    "format_notes".
     """
 
     weights: str = "auto"
@@ -35,6 +36,7 @@ class StoreWeights:
                 types[weight.name] = dialect.to_type(replace(weight.spec, format=stored))
                 notes += [f"weight {weight.name!r} is stored as {stored.name}: {reason}."] if reason else []
         retype(program, types)
+        program.set_fact("weights", self.weights)
         if notes:
             program.set_fact("format_notes", tuple(notes))
 

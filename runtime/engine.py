@@ -15,7 +15,7 @@ from numbers import Integral
 
 import numpy as np
 
-from adaptc.errors import RequestError
+from adaptc.errors import AdaptcError, RequestError
 from adaptc.plan import CacheGroup, Plan
 from adaptc.protocol import Executable
 from adaptc.runtime.pages import BlockTable, PagePool, pages_needed
@@ -25,11 +25,13 @@ from adaptc.runtime.sampler import Sampling, check, sample
 @dataclass(frozen=True)
 class Event:
     """Something that a step did for a request: a new ``token`` (None for a scored prompt), or its end: ``finish`` is
-    "stop" (the token is a stop token) or "length" (its declared maximum is reached, or all its rows are scored)."""
+    "stop" (the token is a stop token), "length" (its declared maximum is reached, or all its rows are scored) or
+    "error" (no token can be drawn from its logits; ``error`` says why). Other requests of the step go on."""
 
     request: int
     token: int | None
     finish: str | None
+    error: AdaptcError | None = None
 
 
 class _Request:
@@ -58,6 +60,7 @@ class _Outcome:
     count: int
     token: int | None
     finish: str | None
+    error: AdaptcError | None
 
 
 class Engine:
@@ -262,23 +265,26 @@ class Engine:
             request, end = chunk.request, chunk.start + chunk.count
             rows = self._logits[s : s + chunk.rows]
             s += chunk.rows
-            token = finish = None
+            token = finish = error = None
             if request.logits_out is not None:
                 at = end - chunk.rows - request.logits_from
                 if chunk.rows:
                     request.logits_out[at : at + chunk.rows] = rows
                 finish = "length" if end == request.count else None
             elif end == request.count:
-                token = sample(rows[-1], request.sampling, request.count - request.prompt)
+                try:
+                    token = sample(rows[-1], request.sampling, request.count - request.prompt)
+                except AdaptcError as unusable:  # these logits are this request's alone
+                    finish, error = "error", unusable
                 if token in request.stop_ids:
                     finish = "stop"
-                elif request.count + 1 == len(request.tokens):
+                elif token is not None and request.count + 1 == len(request.tokens):
                     finish = "length"
-            outcomes.append(_Outcome(request, end, request.count, token, finish))
+            outcomes.append(_Outcome(request, end, request.count, token, finish, error))
         return outcomes
 
     def _commit(self, outcomes: Sequence[_Outcome]) -> None:
-        self._undelivered = [Event(o.request.id, o.token, o.finish) for o in outcomes
+        self._undelivered = [Event(o.request.id, o.token, o.finish, o.error) for o in outcomes
                              if o.token is not None or o.finish is not None]  # fmt: skip
         for outcome in outcomes:
             request = outcome.request

@@ -69,7 +69,7 @@ def _manifest(path: Path) -> Mapping:
     try:
         manifest = json.loads(raw)
         version = manifest["format"]
-        if isinstance(version, int) and version > FORMAT_VERSION:
+        if type(version) is int and version > FORMAT_VERSION:
             raise ArtifactError(f"{path} has artifact format {version}; this adaptc reads up to {FORMAT_VERSION}.",
                                 hint="Install a newer adaptc or compile the model again.")  # fmt: skip
         # The exact text is compared as well: a flipped bit may leave the value as it is (an escape in upper case).
@@ -79,7 +79,7 @@ def _manifest(path: Path) -> Mapping:
         raise damaged from error
     if not intact:
         raise damaged
-    if version != FORMAT_VERSION or set(manifest) != set(names.MANIFEST_FIELDS):
+    if type(version) is not int or version != FORMAT_VERSION or set(manifest) != set(names.MANIFEST_FIELDS):
         wrong = sorted(set(manifest) ^ set(names.MANIFEST_FIELDS)) or ["format"]
         raise ArtifactError(f"{path / names.MANIFEST}: missing, unknown or unreadable field {wrong[0]!r}.", hint=_AGAIN)
     return manifest

@@ -48,7 +48,7 @@ def sample(logits: np.ndarray, sampling: Sampling, index: int) -> int:
     best = int(logits.argmax())  # numpy: the first of equals, and the first NaN if there is one
     if math.isnan(logits[best]):
         raise AdaptcError(f"The model gave NaN as the logit of token {best}; nothing can be sampled.",
-                          hint="Verify the artifact against its goldens.")  # fmt: skip
+                          hint="A value may have left the range of a narrow cache: compile with --kv bf16 or f32.")  # fmt: skip
     if sampling.temperature == 0 or sampling.top_k == 1:
         return best
     ids = _top_k(logits, sampling.top_k)

@@ -17,7 +17,7 @@ import numpy as np
 
 from adaptc.artifact_format import CHAT_TEMPLATE, TOKENIZER
 from adaptc.backends import launcher
-from adaptc.errors import OptionError, RequestError
+from adaptc.errors import AdaptcError, OptionError, RequestError
 from adaptc.protocol import Executable
 from adaptc.runtime.cache_size import default_cache_bytes, split_pages
 from adaptc.runtime.engine import Engine, Event
@@ -28,6 +28,9 @@ from adaptc.runtime.text import ChatTemplate, Detokenizer, StopStrings, Tokenize
 
 Prompt = str | Sequence[int] | Sequence[Mapping]
 """Text, token ids, or chat messages ({"role": …, "content": …})."""
+
+MOST_THREADS = 1024
+"""Beyond any machine's cores; systems let a process start tens of thousands and then spend minutes in barriers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int |
     Raises ArtifactError for a damaged artifact or one that this machine can't run, OptionError for bad options.
     """
     if threads is not None:
-        check("threads", threads, Integral, "an integer ≥ 1", lambda v: v >= 1)
+        check("threads", threads, Integral, f"an integer from 1 to {MOST_THREADS}", lambda v: 1 <= v <= MOST_THREADS)
     if cache_bytes is not None:
         check("cache_bytes", cache_bytes, Integral, "an integer ≥ 1", lambda v: v >= 1)
     artifact = load_artifact(path)
@@ -238,6 +241,7 @@ class _Generation:
         self.pieces: deque[str] = deque()
         self.text: list[str] = []
         self.finish: str | None = None
+        self.error: AdaptcError | None = None
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stop = StopStrings(stop)
 
@@ -251,6 +255,7 @@ class _Generation:
         if self._stop.found:
             self.end("stop")
         elif event.finish is not None:
+            self.error = event.error
             self.end(event.finish)
 
     def end(self, finish: str) -> None:
@@ -266,6 +271,9 @@ class _Generation:
             self.text.append(piece)
 
     def result(self) -> Result:
+        """Raises what ended the generation, if an error did."""
+        if self.error is not None:
+            raise self.error
         gaps = len(self.tokens) - 1
         return Result(
             text="".join(self.text),
@@ -304,6 +312,7 @@ def _stream(session: Session, prompt: Prompt, options: _Options) -> Iterator:
                 yield generation.pieces.popleft()
             else:
                 session._pump()
+        generation.result()  # an error ends the pieces with it
 
 
 # ---- options and prompts ---------------------------------------------------------------------------------------

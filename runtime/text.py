@@ -33,6 +33,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text`` with BOS in front where the model wants it, once: also when the text writes it itself."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"The prompt is not Unicode text: {error.reason} at character {error.start}.") from error
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self.info.add_bos and ids[:1] != [self.info.bos_id]:
             ids = [self.info.bos_id, *ids]

@@ -155,7 +155,7 @@ class _Writer:
             tokens, positions, requests, sampled = step.add_entry_block().arguments
             b = Builder(ir.InsertionPoint(step.entry_block), "model.embed_tokens")
             embedding = self.get(b, "embed", (VOCABULARY, s.hidden))
-            x = b.embedding(b.reshape(tokens, shape=(1, "T")) if s.embed_scale else tokens, embedding)
+            x = b.embedding(tokens, embedding)
             x = b.reshape(x, shape=(1, "T", s.hidden))
             if s.embed_scale:
                 x = b.mul(x, b.cast(b.scalar(s.embed_scale), dtype="f32"))

@@ -117,13 +117,6 @@ def test_shared_modules_are_standard_library_only(name):
     assert outside <= set(sys.stdlib_module_names)
 
 
-def side(name: str) -> str:
-    """Which side of a backend a module is on, by what reaches it."""
-    if not name.startswith("adaptc.backends."):
-        return ""
-    return "launch" if ".launch" in name or name.endswith((".elf", ".levels", ".context")) else "codegen"
-
-
 @pytest.mark.parametrize("name", [n for n in MODULES if room(n) == "adaptc.runtime" or ".launch" in n])
 def test_run_time_needs_no_compiler(name):
     """What an artifact needs to run imports, directly or not, only the standard library and four packages."""

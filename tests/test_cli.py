@@ -65,6 +65,10 @@ def test_inspect_models_and_artifacts(model, artifact, flags):
     assert data.returncode == 0 and json.loads(data.stdout), data.stderr
 
 
+def test_an_artifact_shows_its_own_options(artifact):
+    refused(adaptc_("inspect", artifact, "--weights", "int4"), "weights")
+
+
 def test_targets():
     assert "cpu" in adaptc_("targets").stdout
     assert json.loads(adaptc_("targets", "--json").stdout)[0]["name"] == "cpu"
@@ -77,6 +81,8 @@ def test_targets():
     (("--level", "x86-64-v9"), ("x86-64-v9", "x86-64-v3")),
     (("--page-size", "0"), ("page_size",)),
     (("--max-context", "4096"), ("4096", "128")),
+    (("--max-requests", "99999999999"), ("max_requests", "2147483647")),
+    (("--workers", "0"), ("workers",)),
     (("--from", "absent.mlir"), ("absent.mlir",)),
 ])
 def test_bad_options(model, tmp_path, args, words):
@@ -114,6 +120,37 @@ def test_bad_requests(artifact):
     refused(adaptc_("run", artifact, "x" * 200), "128")
     refused(adaptc_("run", artifact.parent / "absent.adapt", "x"), "absent.adapt")
     refused(adaptc_("run", artifact, "x", "--top-p", 2), "top_p")
+    refused(adaptc_("run", artifact, "x", "--threads", 100000), "threads", "1024")
+    refused(adaptc_("run", artifact, "a\udcff"), "Unicode")
+    refused(adaptc_("run", artifact, "--chat", "a\udcff"), "Unicode")
+    refused(adaptc_("run", artifact, preexec_fn=lambda: os.close(0)), "standard input")
+    bytes_in = subprocess.run([*COMMAND, "run", str(artifact)], input=b"\xff\xfe", capture_output=True)
+    assert bytes_in.returncode == 2 and b"UTF-8" in bytes_in.stderr and b"Traceback" not in bytes_in.stderr
+
+
+def test_bad_inspections(artifact):
+    refused(adaptc_("inspect", artifact, "--plan", "--memory"), "--plan")
+    refused(adaptc_("inspect", artifact, "--ir", "molten"), "molten", "fused")
+
+
+def test_bad_golden_requests(model, tmp_path):
+    (tmp_path / "blank.txt").write_text("hello\n\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    out = tmp_path / "out" / "g.safetensors"
+    out.parent.mkdir()
+    refused(adaptc_("golden", model, "-o", out, "--prompts", tmp_path / "blank.txt"), "prompt 2", "empty")
+    refused(adaptc_("golden", model, "-o", out, "--prompts", tmp_path / "latin.txt"), "latin.txt")
+    refused(adaptc_("golden", model, "-o", out, "--steps", 0), "steps")
+    refused(adaptc_("golden", model, "-o", out, "--steps", 500), "context")
+    assert not list(out.parent.iterdir())
+
+
+def test_an_interrupt_within_an_exec_ends_with_130():
+    """CPython would end by the signal when an exec of text was interrupted, whatever caught it."""
+    code = ("import click, adaptc.cli as c\n@c.main.command()\ndef boom(): exec('raise KeyboardInterrupt')\n"
+            "c.main(['boom'])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == "adaptc: interrupted.\n"
 
 
 def test_flipped_bit(artifact, tmp_path):

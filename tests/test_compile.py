@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import tiny_gguf
 import tiny_models
 from adaptc import driver
 from adaptc.backends.reference.interpreter import Reference
+from adaptc.errors import InputError, LegalityError, OptionError
 from adaptc.ir.module import STAGES, Program
 from adaptc.sources import open_source
 from adaptc.weights import parameter
@@ -97,6 +99,64 @@ def test_every_stage_gives_the_same_artifact(model, artifact, tmp_path, stage):
     assert same(artifact, tmp_path / "again.adapt")
 
 
+@pytest.mark.parametrize("options,name", [
+    ({"page_size": 8}, "page_size, 4"), ({"max_step_tokens": 64}, "max_step_tokens, 32"),
+    ({"kv": "f16"}, "kv, f32"), ({"max_context": 64}, "max_context, 32 pages"),
+])
+def test_options_that_contradict_a_late_stage_are_refused(model, artifact, tmp_path, options, name):
+    own = {"page_size": 4, "max_step_tokens": 32}
+    (tmp_path / "stage.mlir").write_text(driver.stage_text(artifact, "lowered"))
+    with pytest.raises(OptionError, match=f"was made with another {name}"):
+        adaptc.compile(model, "cpu", output=tmp_path / "no.adapt", from_ir=tmp_path / "stage.mlir", **own | options)
+    assert not (tmp_path / "no.adapt").exists()
+
+
+@pytest.mark.parametrize("options,name", [({"weights": "int8"}, "weights, auto"),
+                                          ({"activations": "int8", "kv": "f32"}, "activations, f32")])
+@pytest.mark.parametrize("stage", ["laid_out", "lowered"])
+def test_formats_that_contradict_a_late_stage_are_refused(model, tmp_path, stage, options, name):
+    (tmp_path / "stage.mlir").write_text(driver.stage_text(model, stage))
+    with pytest.raises(OptionError, match=f"was made with another {name}"):
+        adaptc.compile(model, "cpu", output=tmp_path / "no.adapt", from_ir=tmp_path / "stage.mlir", **options)
+
+
+@pytest.mark.parametrize("stage", ["captured", "fused", "laid_out"])
+def test_a_stage_of_another_model_is_refused(model, tmp_path, stage):
+    """Also when the model has every tensor that the graph reads."""
+    other = tiny_models.write(tmp_path / "other", "llama" if model.parent.name.startswith("gemma") else "gemma3_text")
+    (tmp_path / "stage.mlir").write_text(driver.stage_text(other, stage))
+    with pytest.raises(InputError, match="the model's tensor|reads the tensor"):
+        adaptc.compile(model, "cpu", output=tmp_path / "no.adapt", from_ir=tmp_path / "stage.mlir")
+    assert not (tmp_path / "no.adapt").exists()
+
+
+@pytest.mark.parametrize("old,new", [
+    ('tensor = "model.norm.weight"', 'tensor = "nowhere"'), ("adaptc.context = 128", "adaptc.context = 4096"),
+])
+def test_a_stage_that_contradicts_the_model_is_refused(model, tmp_path, old, new):
+    text = driver.stage_text(model, "captured")
+    assert old in text
+    (tmp_path / "stage.mlir").write_text(text.replace(old, new))
+    with pytest.raises(InputError):
+        adaptc.compile(model, "cpu", output=tmp_path / "no.adapt", from_ir=tmp_path / "stage.mlir")
+
+
+@pytest.mark.parametrize("pattern,new", [
+    (r"adaptc.arena_bytes = \d+", "adaptc.arena_bytes = 64"), (r'"frame\+\d{3,}"', '"frame+0"'),
+    (r'args = \["operand:0", "operand:1"', 'args = ["operand:1", "operand:0"'),
+    (r'family = "\w+"', 'family = "x"'),
+    (r'params = "\{', 'params = "'), (r"adaptc.arena_bytes = \d+ : i64, ", ""),
+])
+def test_kernels_and_places_can_not_be_edited(model, tmp_path, pattern, new):
+    """They would be believed: a wrong one reads other values, or memory that isn't the program's."""
+    text = driver.stage_text(model, "lowered")
+    edited = re.sub(pattern, lambda _: new, text, count=1)
+    assert edited != text
+    (tmp_path / "stage.mlir").write_text(edited)
+    with pytest.raises(LegalityError):
+        adaptc.compile(model, "cpu", output=tmp_path / "no.adapt", from_ir=tmp_path / "stage.mlir")
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_runs_on_the_reference_backend(model, stage):
     tokens = tokens_of(20)
@@ -159,4 +219,7 @@ def test_goldens_travel_in_the_artifact(model, tmp_path):
     with pytest.raises(adaptc.errors.InputError, match="golden"):
         (tmp_path / "bad.safetensors").write_bytes(b"not goldens")
         adaptc.compile(model, "cpu", output=tmp_path / "b.adapt", goldens=tmp_path / "bad.safetensors")
+    other = tiny_models.write(tmp_path / "other", seed=5)
+    with pytest.raises(adaptc.errors.InputError, match="other files"):
+        adaptc.compile(other, "cpu", output=tmp_path / "b.adapt", goldens=tmp_path / "g.safetensors")
     assert not (tmp_path / "b.adapt").exists()

@@ -345,14 +345,6 @@ def test_constants():
     np.testing.assert_array_equal(got, np.array(dense, np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["f32", "i32", "i64", "f16", "u8"])
-def test_iota(dtype):
-    for axis in range(3):
-        shape = ("T", 4, 3)
-        (got,) = check(move, "iota", [], [shape], {"axis": axis}, [dtype])
-        np.testing.assert_array_equal(got, np.indices(sized(shape))[axis])
-
-
 @pytest.mark.parametrize("kind", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize("axes", [(2,), (1, 2), (0,), (1,), (0, 1, 2), (0, 2)])
 @pytest.mark.parametrize("keepdims", [False, True])

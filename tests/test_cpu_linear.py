@@ -290,6 +290,21 @@ def test_quantize_holds_codes_within_127_when_the_scale_is_subnormal():
     assert codes[0, :3].tolist() == [127, -127, 0] and scales[0, 0] > 0 and sums[0, 0] == 0
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_quantizing_hides_nothing_that_is_not_finite(bad):
+    """Every product with the row's group shows it, whatever the format; other rows and groups don't."""
+    op = OpSpec("quantize", (TensorSpec("f32", ("T", 256)),),
+                (TensorSpec("i8", ("T", 256)), TensorSpec("f32", ("T", 8)), TensorSpec("f32", ("T", 16))), {"group": 32})
+    for column in (32, 50, 63):
+        x = activations(3, 256)
+        x[1, column] = bad
+        operands = run(op, [x], 3)
+        assert np.argwhere(~np.isfinite(operands[1])).tolist() == [[1, 1]]
+        for name in FORMATS:
+            (got,) = run(spec("linear", "i8", 256, [(name, 8)]), [*operands, weight(name, 8, 256)[1]], 3)
+            assert not np.isfinite(got[1]).any() and np.isfinite(got[[0, 2]]).all(), name
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_embedding_has_the_bits_of_dequantize(name):
     n, k = shapes(name)[0]

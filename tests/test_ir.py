@@ -177,7 +177,7 @@ def test_declarations_and_facts_round_trip():
     program.declare(permuted)
     assert Program.parse(program.text()).weights()["w0"] == permuted
     assert list(program.weights()) == ["table", "w0", "w1"]
-    program.retype_weight("w0", tile="")
+    program.declare(replace(permuted, tile=""))
     assert program.weights()["w0"] == replace(permuted, tile="")
 
 

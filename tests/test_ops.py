@@ -120,7 +120,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                          ATTENTION)),
 }
 
-LEAVES = {"embedding", "linear", "attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
+LEAVES = {"attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
           "pow"}

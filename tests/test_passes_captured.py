@@ -10,9 +10,10 @@ from fake_codegen import FakeCodegen
 from test_passes_pipeline import layer
 from tiny_models import GEMMA3, LLAMA
 
-from adaptc.passes.pipeline import PassOptions, lower_to
+from adaptc.options import CompileOptions
+from adaptc.passes.pipeline import lower_to
 
-OPTIONS = PassOptions(cache="f32", max_step_tokens=16, max_sampled=4)
+OPTIONS = CompileOptions(max_step_tokens=16, max_requests=4, max_context=2048)
 
 FAMILIES = {
     "llama": (LLAMA, {"rms_norm": 1, "add_rms_norm": 1}, 10),

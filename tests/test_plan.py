@@ -11,7 +11,7 @@ import pytest
 
 from adaptc.errors import ArtifactError
 from adaptc.ir import dialect, legality
-from adaptc.options import CompileOptions
+from adaptc.ir.functions import retype
 from adaptc.plan import (PLAN_VERSION, Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart,
                          Symbol)
 from adaptc.planner.emit import emit_plan
@@ -141,6 +141,10 @@ NOTES = {
 def placed():
     """The decoder, lowered by hand: layer 0's frame at 2048 with its result at 128, layer 1's at 4096 and 256."""
     program = lowered()
+    with program.editing():
+        paged = {name: dialect.to_type(replace(slot.spec, page_size=16, key_block=32, max_pages=7))
+                 for name, slot in program.states().items()}
+    retype(program, paged)
     frames = iter(((2048, "arena+0", "arena+128"), (4096, "arena+128", "arena+256")))
     views = iter((("frame+0", "frame+0"), ("frame+256", "frame+256")))
     with program.editing():
@@ -162,13 +166,13 @@ def placed():
                 for note, value in notes.items():
                     op.attributes[note] = dialect.to_attr(value)
     program.set_fact("arena_bytes", 8192)
+    program.set_fact("max_symbols", {"T": 8, "R": 2, "S": 2})
     legality.check(program)
     return program
 
 
 def emitted():
-    return emit_plan(placed(), Codegen(), target="cpu", backend="paper", level="v1", max_context=100, key_block=32,
-                     options=CompileOptions(max_step_tokens=8, max_requests=2))
+    return emit_plan(placed(), Codegen(), target="cpu", backend="paper", level="v1", max_context=100)
 
 
 def test_emitted_operators_are_the_expanded_program():

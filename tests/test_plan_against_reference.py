@@ -17,15 +17,16 @@ import pytest
 import adaptc
 import tiny_gguf
 import tiny_models
-from adaptc import backends, blocks
+from adaptc import backends, driver
+from adaptc.backends.cpu import packing
 from adaptc.backends.reference.interpreter import Reference
-from adaptc.formats import FORMATS
 from adaptc.ir.module import Program
 from adaptc.ops.table import row
-from adaptc.plan import Buffer, Call, Operator, Plan
+from adaptc.plan import Call, Operator, Plan
 from adaptc.runtime.loader import Artifact, load_artifact
 from adaptc.sources import open_source
 from adaptc.weights import parameter
+from cpu_kernel import aligned
 
 MODELS = {
     "llama": lambda folder: tiny_models.write(folder / "model", "llama"),
@@ -34,9 +35,11 @@ MODELS = {
     "gemma3-gguf": lambda folder: tiny_gguf.write(folder / "tiny.gguf", "gemma3"),
 }
 OPTIONS = {
-    "f32": {"page_size": 3}, "int8": {"activations": "int8", "page_size": 5},
-    "int8-bf16": {"activations": "int8", "kv": "bf16"}, "int8-f32": {"activations": "int8", "kv": "f32"},
+    "f32": {"page_size": 3},
     "f32-f16": {"kv": "f16"},
+    "int8": {"activations": "int8", "page_size": 5},  # where weights are integers; their caches are f16
+    "int8-f32": {"weights": "int8", "activations": "int8", "kv": "f32"},
+    "int4-bf16": {"weights": "int4", "activations": "int8", "kv": "bf16"},
 }
 SIZES = {"max_step_tokens": 48, "max_requests": 3, "max_context": 96}
 STEPS = (
@@ -45,8 +48,8 @@ STEPS = (
     {1: 1, 0: 3, 2: 1},  # requests in another order, and one that starts
     {0: 1, 1: 1, 2: 1},
 )
-BOUND = 2e-6
-"""Largest error of a float result, relative to the operator's largest value."""
+BOUND = 1e-6
+"""Largest error of a float result, relative to the operator's largest value; measured: 6e-7. Codes are equal."""
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +74,27 @@ def compiled(tmp_path_factory):
 class Walk:
     """One plan beside the reference, over the same steps. ``faults`` are the operators whose result is wrong.
 
+    fill      byte that fills cache pages at first: 0xFF makes NaN of what is read but was never written
     shifted   role of an added input → (the input it copies, what is added to it)
     """
 
     artifact: Artifact
     reference: Reference
-    threads: int = 2
+    fill: int = 0xFF
     shifted: Mapping[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         plan = self.artifact.plan
         self.pages = {g.name: plan.max_requests * g.max_pages + 2 for g in plan.groups}  # two that stay free
         self.executable = backends.launcher(plan.backend).load(
-            plan, self.artifact.objects, self.artifact.weights, threads=self.threads, pages=self.pages
+            plan, self.artifact.objects, self.artifact.weights, threads=2, pages=self.pages
         )
         rng = np.random.default_rng(3)
         for group in plan.groups:
             ids = rng.permutation(np.arange(1, self.pages[group.name] - 1))
             self.executable.inputs(f"pages:{group.name}")[...] = ids.reshape(plan.max_requests, -1)
             for state in group.states:
-                self.executable.state(state)[...] = 0xFF  # NaN
+                self.executable.state(state)[...] = self.fill
         self.faults: list[Operator] = []
         self.operators = plan.operators()
 
@@ -129,7 +133,7 @@ class Walk:
                 assert got.shape == wanted.shape and got.dtype == wanted.dtype
                 if not agree(got, wanted):
                     self.faults.append(operator)
-                elif wanted.flags.writeable:
+                if wanted.flags.writeable:  # else a constant
                     wanted[...] = got
 
         self.reference.step(tokens, positions, requests, sampled, observe)
@@ -137,10 +141,9 @@ class Walk:
 
 
 def agree(got: np.ndarray, wanted: np.ndarray) -> bool:
-    """Equal, but for a float's rounding, and for a code that lies between two and may go either way."""
+    """Equal, but for a float's rounding."""
     if wanted.dtype.kind != "f":
-        difference = np.abs(got.astype(np.int64) - wanted)
-        return difference.max(initial=0) <= 1 and (difference > 0).mean() < 1e-3
+        return np.array_equal(got, wanted)
     return np.allclose(got, wanted, rtol=0, atol=BOUND * np.abs(wanted).max(initial=0))
 
 
@@ -152,10 +155,103 @@ def reference(model: Path, artifact: Artifact) -> Reference:
 
 
 @pytest.mark.parametrize("model, options", [
-    *((model, options) for model in MODELS for options in ("f32", "int8")),
-    ("llama", "f32-f16"), ("gemma3", "int8-bf16"), ("gemma3", "int8-f32"),
+    *((model, "f32") for model in MODELS), ("llama-gguf", "int8"), ("gemma3-gguf", "int8"),
+    ("llama", "int4-bf16"), ("gemma3", "int8-f32"), ("llama", "f32-f16"),
 ])  # fmt: skip
 def test_every_operator_gives_what_it_means(compiled, model, options):
     path, out = compiled(model, options)
     artifact = load_artifact(out)
     assert Walk(artifact, reference(path, artifact)).run() == []
+
+
+# ---- planted faults
+
+
+def chosen(plan: Plan, name: str) -> Operator:
+    """An operator from the middle of the plan."""
+    found = [o for o in plan.operators() if o.op == name]
+    return found[(len(found) - 1) // 2]
+
+
+def replaced(plan: Plan, operator: Operator, **changes) -> Plan:
+    (segment,) = plan.segments
+    changed = dataclasses.replace(operator, **changes)
+    operators = tuple(changed if o.id == operator.id else o for o in segment.operators)
+    return dataclasses.replace(plan, segments=(dataclasses.replace(segment, operators=operators),))
+
+
+def misread(artifact: Artifact, operator: Operator, role: str, added: int):
+    """The operator's last kernel reads input ``role`` as if ``added`` stood in every entry on top."""
+    plan = artifact.plan
+    right = next(b for b in plan.buffers if b.handle == plan.inputs[role])
+    wrong = dataclasses.replace(right, handle="wrong")
+    *calls, last = operator.calls
+    last = Call(last.kernel, tuple("wrong" if h == right.handle else h for h in last.buffers))
+    plan = replaced(plan, operator, calls=(*calls, last))
+    plan = dataclasses.replace(plan, buffers=(*plan.buffers, wrong), inputs=plan.inputs | {"wrong": "wrong"})
+    return dataclasses.replace(artifact, plan=plan), {"wrong": (role, added)}
+
+
+def page_one_off(artifact: Artifact, operator: Operator):
+    return misread(artifact, operator, f"pages:{artifact.plan.groups[0].name}", 1)
+
+
+def mask_shifted(artifact: Artifact, operator: Operator):
+    return misread(artifact, operator, "positions", 1)
+
+
+def repacked(artifact: Artifact, operator: Operator, change):
+    """``change`` is applied to the codes of the operator's first weight with scales, on a copy for it alone."""
+    specs = {name: w.spec for name, w in Program.parse(artifact.read("ir/laid_out.mlir").decode()).weights().items()}
+    held = {b.handle: b for b in artifact.plan.buffers if b.kind == "weight"}
+    handles = [h for call in operator.calls for h in call.buffers if h in held]
+    right = next(held[h] for h in handles if specs[held[h].source].format.scale)
+    format, shape = specs[right.source].format, specs[right.source].shape
+    codes = packing.unpack(format, shape, artifact.weights[right.source])
+    codes = {name: values.copy() for name, values in codes.items()}
+    change(codes)
+    data = aligned(np.frombuffer(packing.pack(format, shape, codes), np.uint8))
+    wrong = dataclasses.replace(right, handle="wrong", source="wrong")
+    calls = tuple(Call(c.kernel, tuple("wrong" if h == right.handle else h for h in c.buffers)) for c in operator.calls)
+    plan = replaced(artifact.plan, operator, calls=calls)
+    plan = dataclasses.replace(plan, buffers=(*plan.buffers, wrong))
+    return dataclasses.replace(artifact, plan=plan, weights={**artifact.weights, "wrong": memoryview(data)}), {}
+
+
+def scale_swapped(artifact: Artifact, operator: Operator):
+    def change(codes):
+        codes["scale0"][5, :2] = codes["scale0"][5, 1::-1]
+
+    return repacked(artifact, operator, change)
+
+
+def tail_dropped(artifact: Artifact, operator: Operator):
+    def change(codes):
+        codes["codes"][-1, -8:] = 0
+
+    return repacked(artifact, operator, change)
+
+
+@pytest.mark.parametrize("fault, name", [
+    (page_one_off, "attention"), (mask_shifted, "attention"), (scale_swapped, "linear"), (scale_swapped, "gated_linear"),
+    (tail_dropped, "linear"), (scale_swapped, "linears"),
+])  # fmt: skip
+@pytest.mark.parametrize("options", ["f32", "int8"])
+def test_a_planted_fault_is_found_where_it_is(compiled, options, fault, name):
+    path, out = compiled("gemma3-gguf", options)
+    artifact = load_artifact(out)
+    operator = chosen(artifact.plan, name)
+    faulty, shifted = fault(artifact, operator)
+    found = Walk(faulty, reference(path, artifact), fill=0, shifted=shifted).run()
+    assert {o.id for o in found} == {operator.id}
+
+
+def test_another_epsilon_is_found_where_it_is(compiled, tmp_path):
+    path, out = compiled("gemma3", "f32")
+    text = driver.stage_text(out, "laid_out")
+    right, wrong = "eps = 9.9999999999999995E-7", "eps = 1.0E-5"
+    assert right in text
+    (tmp_path / "laid_out.mlir").write_text(text.replace(right, wrong))
+    adaptc.compile(path, "cpu", output=tmp_path / "a.adapt", from_ir=tmp_path / "laid_out.mlir", **SIZES, **OPTIONS["f32"])
+    faults = Walk(load_artifact(tmp_path / "a.adapt"), reference(path, load_artifact(out))).run()
+    assert faults and all("norm" in o.op for o in faults)

@@ -332,12 +332,20 @@ def test_an_interrupted_abort_frees_the_pages(monkeypatch):
 
 
 def test_nan_logits_are_an_error_and_no_token():
+    """They end the request that has them; those beside it go on as if alone."""
     eng = engine()
-    eng.executable.embedding = eng.executable.embedding * np.float32("nan")
-    request = eng.add([1], max_tokens=2)
-    with pytest.raises(AdaptcError, match="NaN"):
-        eng.step()
-    eng.abort(request)
+    run = eng.executable.run
+
+    def tainting(symbols):
+        run(symbols)
+        eng.executable.outputs("logits")[0, 5] = np.nan
+
+    eng.executable.run = tainting
+    tainted, sound = eng.add([7], max_tokens=2), eng.add(PROMPT[:3], max_tokens=1)
+    failed, other = eng.step()
+    assert (failed.request, failed.token, failed.finish) == (tainted, None, "error")
+    assert isinstance(failed.error, AdaptcError) and "token 5" in str(failed.error)
+    assert other == Event(sound, greedy(PROMPT[:3], 1, plan())[0], "length")
     empty(eng)
 
 

@@ -17,7 +17,7 @@ from runtime_text import byte_level_tokenizer
 
 from adaptc.artifact import write_artifact
 from adaptc.artifact_format import TextInfo
-from adaptc.errors import ArtifactError, OptionError, RequestError
+from adaptc.errors import AdaptcError, ArtifactError, OptionError, RequestError
 from adaptc.runtime import host, session
 from adaptc.runtime.cache_size import default_cache_bytes, split_pages
 from adaptc.runtime.engine import group_pages
@@ -205,6 +205,25 @@ def test_an_interrupted_call_frees_its_pages(ids_only, error):
         free(ids_only)
         ids_only.poison_free_pages()
     assert ids_only.generate(PROMPT, 20).token_ids == expected
+
+
+def test_logits_that_give_no_token_fail_their_own_request_only(ids_only):
+    run, logits = ids_only.executable.run, ids_only.executable.outputs("logits")
+
+    def tainting(symbols):
+        run(symbols)
+        logits[symbols["S"] - 1] = np.nan
+
+    ids_only.executable.run = tainting
+    sound = ids_only.stream(PROMPT[:3], max_tokens=2)
+    with pytest.raises(AdaptcError, match="NaN"):
+        ids_only.generate([7], max_tokens=4)
+    ids_only.executable.run = run
+    assert list(sound) == [] and sound.result.token_ids == tuple(greedy(PROMPT[:3], 2, plan()))
+    ids_only.executable.run = tainting
+    tainted = ids_only.stream([7])
+    with pytest.raises(AdaptcError, match="NaN"):
+        next(tainted)
 
 
 def test_threads_share_a_session(ids_only):

@@ -46,11 +46,11 @@ def test_levels():
         cpu.level("x86-64-v9")
 
 
-def test_ridge_is_operations_a_byte():
-    cpu = replace(targets.target("cpu"), compute={"f32": 80e9}, memory=(targets.MemoryLevel("dram", 0, 20e9),))
-    assert cpu.ridge("f32") == 4.0
+def test_rates_are_of_the_dtypes_it_computes_in():
+    cpu = replace(targets.target("cpu"), compute={"f32": 80e9})
+    assert cpu.rate("f32") == 80e9
     with pytest.raises(OptionError, match="computes in 'f64'; valid values are: f32"):
-        cpu.ridge("f64")
+        cpu.rate("f64")
 
 
 def written(folder: Path, **changes) -> dict:

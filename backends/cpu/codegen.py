@@ -61,6 +61,9 @@ class CpuCodegen:
     symbols: tuple[str, ...] = ("T", "R", "S")
     tile: str = "r8k4"
 
+    def requirements(self, level: str) -> Mapping[str, str]:
+        return {"architecture": level_of(level).machine, "level": level}
+
     def select(self, spec: OpSpec) -> Selection | None:
         choose = _rows("SELECT").get(spec.op)
         return choose(spec) if choose else None

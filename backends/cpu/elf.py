@@ -226,24 +226,31 @@ class Rule:
     slot: bool = False
 
 
-_PC = lambda s, a, p, g, t: s + a - p
-_GOT_PC = lambda s, a, p, g, t: g + a - p
+
+def _pc(s: int, a: int, p: int, g: int, t: int) -> int:
+    return s + a - p
+
+
+def _got_pc(s: int, a: int, p: int, g: int, t: int) -> int:
+    return g + a - p
+
+
 RULES: dict[int, Rule] = {
     1: Rule(8, True, lambda s, a, p, g, t: s + a),  # R_X86_64_64
-    2: Rule(4, True, _PC),  # R_X86_64_PC32
-    4: Rule(4, True, _PC),  # R_X86_64_PLT32: everything is within reach, no stub is needed
-    9: Rule(4, True, _GOT_PC, slot=True),  # R_X86_64_GOTPCREL
+    2: Rule(4, True, _pc),  # R_X86_64_PC32
+    4: Rule(4, True, _pc),  # R_X86_64_PLT32: everything is within reach, no stub is needed
+    9: Rule(4, True, _got_pc, slot=True),  # R_X86_64_GOTPCREL
     10: Rule(4, False, lambda s, a, p, g, t: s + a),  # R_X86_64_32
     11: Rule(4, True, lambda s, a, p, g, t: s + a),  # R_X86_64_32S
-    24: Rule(8, True, _PC),  # R_X86_64_PC64
+    24: Rule(8, True, _pc),  # R_X86_64_PC64
     25: Rule(8, True, lambda s, a, p, g, t: s + a - t),  # R_X86_64_GOTOFF64
     26: Rule(4, True, lambda s, a, p, g, t: t + a - p),  # R_X86_64_GOTPC32
     27: Rule(8, True, lambda s, a, p, g, t: g - t + a, slot=True),  # R_X86_64_GOT64
-    28: Rule(8, True, _GOT_PC, slot=True),  # R_X86_64_GOTPCREL64
+    28: Rule(8, True, _got_pc, slot=True),  # R_X86_64_GOTPCREL64
     29: Rule(8, True, lambda s, a, p, g, t: t + a - p),  # R_X86_64_GOTPC64
     31: Rule(8, True, lambda s, a, p, g, t: s + a - t),  # R_X86_64_PLTOFF64
-    41: Rule(4, True, _GOT_PC, slot=True),  # R_X86_64_GOTPCRELX
-    42: Rule(4, True, _GOT_PC, slot=True),  # R_X86_64_REX_GOTPCRELX
+    41: Rule(4, True, _got_pc, slot=True),  # R_X86_64_GOTPCRELX
+    42: Rule(4, True, _got_pc, slot=True),  # R_X86_64_REX_GOTPCRELX
 }
 """Relocation types by number."""
 

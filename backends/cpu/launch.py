@@ -16,9 +16,9 @@ import numpy as np
 from adaptc.backends.cpu.context import CYCLES, RUN, WORKER, Command, Context
 from adaptc.backends.cpu.elf import Image
 from adaptc.backends.cpu.levels import level_of
-from adaptc.backends.cpu.memory import ALIGNMENT, Region
+from adaptc.backends.cpu.memory import Region
 from adaptc.errors import ArtifactError, OptionError, one_of
-from adaptc.plan import Buffer, Plan
+from adaptc.plan import ALIGNMENT, Buffer, Plan
 
 _Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 _Run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)

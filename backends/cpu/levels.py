@@ -17,7 +17,6 @@ class Level:
     target_cpu       LLVM's name of the processor to generate and schedule for
     target_features  LLVM features; with ``target_cpu`` they decide the code, whatever the compiling host is
     flags            what /proc/cpuinfo must list on a machine that runs the code
-    vector_bytes     width of the widest vector register
     """
 
     name: str
@@ -25,7 +24,6 @@ class Level:
     target_cpu: str
     target_features: tuple[str, ...]
     flags: tuple[str, ...]
-    vector_bytes: int
 
 
 _V3_FEATURES = ("+avx", "+avx2", "+bmi", "+bmi2", "+cx16", "+f16c", "+fma", "+lzcnt", "+movbe", "+popcnt", "+sse4.2")
@@ -36,8 +34,8 @@ _V4_FLAGS = ("avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
 LEVELS: dict[str, Level] = {
     level.name: level
     for level in (
-        Level("x86-64-v3", "x86_64", "x86-64-v3", _V3_FEATURES, _V3_FLAGS, 32),
-        Level("x86-64-v4", "x86_64", "x86-64-v4", _V3_FEATURES + _V4_FEATURES, _V3_FLAGS + _V4_FLAGS, 64),
+        Level("x86-64-v3", "x86_64", "x86-64-v3", _V3_FEATURES, _V3_FLAGS),
+        Level("x86-64-v4", "x86_64", "x86-64-v4", _V3_FEATURES + _V4_FEATURES, _V3_FLAGS + _V4_FLAGS),
     )
 }
 """Every CPU level by name."""

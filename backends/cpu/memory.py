@@ -9,8 +9,6 @@ import numpy as np
 
 from adaptc.errors import OptionError
 
-ALIGNMENT = 64
-"""Bytes: every buffer that a kernel gets starts at a multiple of it."""
 _HUGE = 2 << 20
 
 

@@ -227,7 +227,8 @@ def pack(format: WeightFormat, shape: tuple[int, int], codes: Codes) -> bytes:
     return out.tobytes()
 
 
-def unpack(format: WeightFormat, shape: tuple[int, int], data: bytes | memoryview | np.ndarray) -> dict[str, np.ndarray]:
+def unpack(format: WeightFormat, shape: tuple[int, int],
+           data: bytes | memoryview | np.ndarray) -> dict[str, np.ndarray]:
     """The codes mapping that ``pack`` was given, bit for bit."""
     n, k = _checked(format, shape)
     raw = np.frombuffer(data, np.uint8)
@@ -252,7 +253,8 @@ def _checked(format: WeightFormat, shape: tuple[int, int]) -> tuple[int, int]:
     if not packable(format, k):
         raise UnsupportedError(
             f"the cpu backend can't pack a weight of shape {n} × {k} in format {format.name}: its rows must be whole "
-            f"superblocks of {format.superblock or 1} columns, with codes {', '.join([*_FLOAT, *CODES])} and known scales.",
+            f"superblocks of {format.superblock or 1} columns, "
+            f"its codes {', '.join([*_FLOAT, *CODES])}, its scales known.",
             hint="Keep this weight in a float format.",
         )
     return n, k

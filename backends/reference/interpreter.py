@@ -11,7 +11,7 @@ import numpy as np
 
 from adaptc.ir import dialect
 from adaptc.ir.build import attrs_of, short_name
-from adaptc.ir.module import ROLES, Program, callee, source_of
+from adaptc.ir.module import ROLES, Program, callee, joined, source_of
 from adaptc.ops.mixing import RowState
 from adaptc.ops.table import row
 
@@ -65,7 +65,7 @@ class Reference:
         for op in block.operations:
             operation = op.operation
             operands = [values[v] for v in operation.operands]
-            source = ".".join(filter(None, (path, source_of(op))))
+            source = joined(path, source_of(op))
             if operation.name == "func.return":
                 return operands
             if operation.name == "func.call":

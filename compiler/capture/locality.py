@@ -20,7 +20,6 @@ from adaptc.ops.axes import axis_map
 from adaptc.ops.table import row
 from adaptc.protocol import TensorSpec
 
-
 _LOCATION = re.compile(r'loc\("([^"]+)":(\d+):\d+\)')
 
 
@@ -43,8 +42,6 @@ def _problem(op: Any) -> str:
     operator = row(name)
     operands = [dialect.to_spec(v.type) for v in op.operation.operands]
     results = [dialect.to_spec(v.type) for v in op.operation.results]
-    if not operator.token_local:
-        return "its result for a token depends on others"
     for spec in results:
         if spec.shape.count(TOKENS) > 1:
             return f"its result {spec.shape} has an element for every pair of tokens"

@@ -44,7 +44,6 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
     program = walk(exported, stored, constants)
     text = config.get_text_config()
     program.set_fact("context", getattr(text, "max_position_embeddings", 0))
-    program.set_fact("hidden", getattr(text, "hidden_size", 0))
     legality.check(program)
     check_locality(program)
     if folded:

@@ -202,7 +202,7 @@ class _Walk:
         with location:
             self.b = Builder(self.point, self.place.module)
             try:
-                if isinstance(value, torch.Tensor) and not name.startswith("adaptc.mask"):
+                if isinstance(value, torch.Tensor):
                     self.shape, self.dtype = self._dims(value.shape), self._kind(value.dtype)
                 self.values[node] = self._apply(TABLE[name], node)
             except (LegalityError, CaptureError) as error:

@@ -104,6 +104,11 @@ def body_of(op) -> tuple[tuple, tuple]:
     raise LegalityError(f"{op.operation.name}: its region doesn't end in adaptc.yield.")
 
 
+def is_operator(op) -> bool:
+    """Whether an operation is one of the operator table's."""
+    return op.operation.name.startswith("adaptc.") and short_name(op) not in dialect.DECLARATIONS
+
+
 def short_name(op) -> str:
     """An operation's name in the table: "linear" for adaptc.linear."""
     return op.operation.name.removeprefix("adaptc.")

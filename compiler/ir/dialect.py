@@ -87,8 +87,11 @@ def attrs(op) -> dict[str, Any]:
     return {n: from_attr(named[n]) for n in named if n not in NOTES}
 
 
-NOTES = ("source", "kernels", "buffers", "scratch", "id", "frame")
-"""Attributes that any operation may carry beside its row's: where it comes from, and what later stages decided."""
+LOWERED = ("kernels", "scratch", "buffers", "frame")
+"""What the lowered stage notes on operations."""
+
+NOTES = ("source", *LOWERED)
+"""Attributes that any operation may carry beside its row's: where it comes from, and what lowering decided."""
 
 
 def _inner(text: str, prefix: str) -> Any:

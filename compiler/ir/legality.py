@@ -16,7 +16,7 @@ from torch_mlir.dialects import func
 
 from adaptc.errors import LegalityError
 from adaptc.ir import dialect
-from adaptc.ir.build import attrs_of, short_name
+from adaptc.ir.build import attrs_of, is_operator, short_name
 from adaptc.ir.module import ROLES, STAGES, STEP, Program, callee, source_of
 from adaptc.ops.table import row
 from adaptc.protocol import StateSpec, TensorSpec
@@ -65,6 +65,8 @@ def _module(program: Program) -> None:
         if isinstance(op, func.FuncOp) and len(op.operation.regions[0].blocks) != 1:
             blocks = len(op.operation.regions[0].blocks)
             raise LegalityError(f"stage {program.stage}: @{op.name.value} has {blocks} blocks, expected one.")
+        if isinstance(op, func.FuncOp) and [*op.entry_block.operations][-1].operation.name != "func.return":
+            raise LegalityError(f"stage {program.stage}: @{op.name.value} doesn't end in func.return.")
 
 
 def _declarations(program: Program) -> None:
@@ -201,8 +203,7 @@ def _states(program: Program) -> None:
 
 
 def _stateful(program: Program, function, op, slots: set[str], passed: list, appended: set[str]) -> None:
-    name = op.operation.name
-    if not name.startswith("adaptc.") or short_name(op) in dialect.DECLARATIONS:
+    if not is_operator(op):
         return
     operator = row(short_name(op))
     if operator.state is None:

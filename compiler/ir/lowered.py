@@ -10,7 +10,6 @@ from adaptc.ir import dialect
 from adaptc.ir.module import Program
 from adaptc.protocol import KernelSpec, KernelUse, TensorSpec
 
-NOTES = ("kernels", "scratch", "buffers", "frame")
 FACTS = ("arena_bytes", "max_symbols")
 
 
@@ -41,11 +40,12 @@ def laid_out(lowered: Program) -> Program:
     program = lowered.copy()
     for function in program.functions().values():
         for op in function.entry_block.operations:
-            for note in NOTES:
+            for note in dialect.LOWERED:
                 if note in op.operation.attributes:
                     del op.operation.attributes[note]
     for fact in FACTS:
-        del program.module.operation.attributes[f"adaptc.{fact}"]
+        if f"adaptc.{fact}" in program.module.operation.attributes:
+            del program.module.operation.attributes[f"adaptc.{fact}"]
     program.set_fact("stage", "laid_out")
     return program
 

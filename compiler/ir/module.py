@@ -10,7 +10,7 @@ with ``adaptc.get`` and passed to bodies as arguments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Iterator
 
 from torch_mlir import ir
@@ -18,7 +18,7 @@ from torch_mlir.dialects import func
 
 from adaptc.errors import InputError
 from adaptc.ir import dialect
-from adaptc.ir.build import attrs_of, short_name
+from adaptc.ir.build import attrs_of, is_operator, short_name
 from adaptc.ops.table import row
 from adaptc.protocol import OpSpec, StateSpec, TensorSpec
 
@@ -146,9 +146,6 @@ class Program:
             for op in old:
                 op.operation.erase()
 
-    def retype_weight(self, name: str, **changes) -> None:
-        self.declare(replace(self.weights()[name], **changes))
-
     # ---- functions
 
     def functions(self) -> dict[str, func.FuncOp]:
@@ -167,7 +164,7 @@ class Program:
         """Every operator of the table, with the function it is in."""
         for function in self.functions().values():
             for op in function.entry_block.operations:
-                if op.operation.name.startswith("adaptc.") and short_name(op) not in dialect.DECLARATIONS:
+                if is_operator(op):
                     yield function, op
 
 
@@ -192,6 +189,11 @@ def callee(call) -> str:
 def source_of(op) -> str:
     attributes = op.operation.attributes
     return attributes["source"].value if "source" in attributes else ""
+
+
+def joined(around: str, path: str) -> str:
+    """The module path ``path`` within the call of the module at ``around``; either may be "", the root."""
+    return ".".join(filter(None, (around, path)))
 
 
 def spec_of(op) -> OpSpec:

@@ -12,12 +12,9 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 from torch_mlir import ir
 
 from adaptc.ir import dialect
-from adaptc.ir.build import Builder, attrs_of, short_name
+from adaptc.ir.build import Builder, attrs_of, is_operator, short_name
 from adaptc.ir.module import Program, source_of
 from adaptc.ops.table import OpRow, row
-
-COMMUTATIVE = ("add", "mul", "max", "min")
-"""Operators whose operands may be exchanged."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,7 @@ class Node:
     @property
     def row(self) -> OpRow | None:
         """Its row, or None when it isn't an operator of the table."""
-        known = self.op.name.startswith("adaptc.") and self.name not in dialect.DECLARATIONS
-        return row(self.name) if known else None
+        return row(self.name) if is_operator(self.op) else None
 
     @property
     def attrs(self) -> dict[str, Any]:

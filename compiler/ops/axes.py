@@ -2,7 +2,8 @@
 
 A row answers by its factor rule ("tk,nk->tn": axis 0 stays axis 0, axis 1 is contracted), or, where the answer
 depends on attributes, by its ``axes`` column. Both mean: slice i of the result along an axis depends, of operands that
-have the axis, on slice i alone.
+have the axis, on slice i alone (an operator that mixes slices, as a cumulative sum does, keeps no axis along which it
+runs).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def axis_map(row, attrs: Mapping[str, Any], operands: Sequence[TensorSpec | Stat
     if row.axes is not None:
         return row.axes(attrs, operands, results)
     left, right = (side.split(",") for side in row.factors.split("->")) if "->" in row.factors else ([], [])
-    if row.operands and row.operands[0].endswith("+") and operands[0].dtype == "i8":
+    if row.quantized(operands):
         left[1:1] = [left[0][:1]] * 2  # scales and sums share the codes' leading axis
     rank = len(results[result].shape)
     if not left:

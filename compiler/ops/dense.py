@@ -72,6 +72,22 @@ def _linear(attrs, *operands):
     return (y + bias[0] if bias else y,)
 
 
+def _float_down(b, activation):
+    """An activation as one float tensor: itself, or codes × scales."""
+    if len(activation) == 1:
+        return activation[0]
+    codes, scales, _ = activation
+    (t, k), groups = b.shape(codes), b.shape(scales)[1]
+    grouped = b.reshape(b.cast(codes, dtype="f32"), shape=(t, groups, k // groups))
+    return b.reshape(b.mul(grouped, b.reshape(scales, shape=(t, groups, 1))), shape=(t, k))
+
+
+def _linear_down(b, a, *values):
+    activation, (weight, *bias) = b.activation(values)
+    product = b.dot_general(_float_down(b, activation), weight, contract_x=(1,), contract_y=(1,))
+    return (b.add(product, *bias) if bias else product,)
+
+
 def _infer_linears(attrs, operands):
     activation, weights = split_activation(operands)
     return tuple(_check_weight("linears", activation, w) for w in weights)
@@ -103,7 +119,10 @@ def _linear_flops(attrs, operands, results):
 def _infer_embedding(attrs, operands):
     ids, table = operands
     expect(len(table.shape) == 2, f"embedding: the table must be [V, D], got {table.shape}.")
-    expect(ids.dtype in INDICES, f"embedding: ids are {ids.dtype}, expected {' or '.join(INDICES)}.")
+    expect(
+        len(ids.shape) == 1 and ids.dtype in INDICES,
+        f"embedding: ids are {ids.dtype}{list(ids.shape)}, expected one dimension of {' or '.join(INDICES)}.",
+    )
     return (TensorSpec("f32", ids.shape + table.shape[1:]),)
 
 
@@ -171,8 +190,9 @@ def _quantize(attrs, x):
 
 ROWS = [
     OpRow("embedding", ("ids", "table"), _infer_embedding, lambda a, ids, table: (table[ids],), factors="t,vd->td",
-          gathers=(1, 0)),
-    OpRow("linear", ("x+", "weight", "bias?"), _infer_linear, _linear, factors="tk,nk,n->tn", cost=_linear_flops),
+          gathers=(1, 0), decompose=lambda b, a, ids, table: (b.gather_rows(table, ids),)),
+    OpRow("linear", ("x+", "weight", "bias?"), _infer_linear, _linear, factors="tk,nk,n->tn", cost=_linear_flops,
+          decompose=_linear_down),
     OpRow("linears", ("x+", "weights*"), _infer_linears, _linears, factors="tk,nk*->tn*", cost=_linear_flops,
           decompose=lambda b, a, *v: tuple(
               b.linear(*b.activation(v)[0], w) for w in b.activation(v)[1])),

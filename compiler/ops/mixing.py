@@ -9,6 +9,7 @@ from adaptc.ops.elementwise import rounded
 from adaptc.ops.table import REQUIRED, OpRow, context_symbol, expect, scaled, size
 from adaptc.protocol import StateSpec, TensorSpec
 
+
 def store(values: np.ndarray, dtype: str) -> np.ndarray:
     """``values`` rounded to the dtype a state keeps them in, back as float32."""
     return rounded(values, dtype).astype(np.float32)
@@ -53,10 +54,12 @@ def _rope_down(b, a, x, cos, sin):
     t, heads, width = b.shape(x)
     half = width // 2
     end = -1 if isinstance(t, str) else t
-    cut = lambda lo, hi: b.slice(x, starts=(0, 0, lo), limits=(end, heads, hi), strides=(1, 1, 1))  # noqa: E731
-    turned = b.concat(b.neg(cut(half, width)), cut(0, half), axis=2)
-    wide = lambda v: b.reshape(v, shape=(t, 1, width))  # noqa: E731
-    return (b.add(b.mul(x, wide(cos)), b.mul(turned, wide(sin))),)
+    low, high = (
+        b.slice(x, starts=(0, 0, start), limits=(end, heads, start + half), strides=(1, 1, 1)) for start in (0, half)
+    )
+    turned = b.concat(b.neg(high), low, axis=2)
+    cos, sin = (b.reshape(v, shape=(t, 1, width)) for v in (cos, sin))
+    return (b.add(b.mul(x, cos), b.mul(turned, sin)),)
 
 
 def _infer_attention(attrs, operands):

@@ -81,8 +81,8 @@ def _infer_broadcast(attrs, operands):
 def _broadcast(attrs, x, like=None):
     shape, dims = tuple(attrs["shape"]), tuple(attrs["dims"])
     own = dict(zip(dims, x.shape))
-    length = lambda i: own[i] if like is None else like.shape[0]  # noqa: E731
-    target = [dim if isinstance(dim, int) else length(i) for i, dim in enumerate(shape)]
+    lengths = own if like is None else dict.fromkeys(range(len(shape)), like.shape[0])
+    target = [dim if isinstance(dim, int) else lengths[i] for i, dim in enumerate(shape)]
     return (np.broadcast_to(x.reshape([own.get(i, 1) for i in range(len(shape))]), target),)
 
 
@@ -178,8 +178,8 @@ def _infer_dot(attrs, operands):
         expect(x.shape[i] == y.shape[i], f"dot_general: batch axis {i} is {x.shape[i]} and {y.shape[i]}.")
     (i,), (j,) = attrs["contract_x"], attrs["contract_y"]
     expect(x.shape[i] == y.shape[j], f"dot_general: contracted axes are {x.shape[i]} and {y.shape[j]}.")
-    rest = lambda s, c: tuple(d for a, d in enumerate(s.shape) if a not in batch and a != c)  # noqa: E731
-    return (TensorSpec(x.dtype, tuple(x.shape[b] for b in batch) + rest(x, i) + rest(y, j)),)
+    kept = (d for spec, gone in ((x, i), (y, j)) for a, d in enumerate(spec.shape) if a not in batch and a != gone)
+    return (TensorSpec(x.dtype, (*(x.shape[b] for b in batch), *kept)),)
 
 
 def _dot(attrs, x, y):

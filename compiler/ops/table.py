@@ -43,7 +43,6 @@ class OpRow:
     views      the result holds the operand's elements, moved or renamed, and nothing else
     aliases    a view that moves nothing: the result is the operand's memory under another shape
     elementwise  every result element depends on the operand elements at the same index (after broadcasting)
-    token_local  a token's result depends on no other token of the step (stateful operators meet theirs in the state)
     """
 
     name: str
@@ -61,7 +60,6 @@ class OpRow:
     views: bool = False
     aliases: bool = False
     elementwise: bool = False
-    token_local: bool = True
 
     def complete(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """``attrs`` with defaults filled in; unknown and missing ones are errors."""
@@ -75,10 +73,13 @@ class OpRow:
             raise LegalityError(f"{self.name}: attribute {missing[0]!r} is missing.")
         return {name: _as_kind(self.name, name, value, self.attrs[name]) for name, value in full.items()}
 
+    def quantized(self, operands: Sequence[Spec]) -> bool:
+        """Whether a ``+`` operand is given as the three results of ``quantize``."""
+        return bool(self.operands and self.operands[0].endswith("+") and operands and operands[0].dtype == "i8")
+
     def check_operands(self, operands: Sequence[Spec]) -> None:
         """Their number, and that the state, and nothing else, is one."""
-        quantized = self.operands and self.operands[0].endswith("+") and operands and operands[0].dtype == "i8"
-        count = len(operands) - (2 if quantized else 0)
+        count = len(operands) - (2 if self.quantized(operands) else 0)
         least = sum(not name.endswith("?") for name in self.operands)
         many = any(name.endswith("*") for name in self.operands)
         if count < least or (count > len(self.operands) and not many):

@@ -1,41 +1,41 @@
 """The lowered program as a plan: every operator at every place, with its kernels and buffers.
 
 Bodies are expanded here: a body's frame stands at an arena offset that its call names, its arguments and results are
-the call's. Places in the lowered IR read ``arena+<offset>`` (in @step), ``frame+<offset>`` (in a body), ``arg<i>``,
-``result<i>`` and ``symbol:<name>`` (a weight or state).
+the call's. ``passes.plan_memory`` says what the places noted in the lowered program mean.
 """
 
 from __future__ import annotations
 
 from math import prod
 
+from adaptc.errors import LegalityError
 from adaptc.ir import dialect
 from adaptc.ir.build import short_name
 from adaptc.ir.lowered import kernel_uses, scratch_of
-from adaptc.ir.module import ROLES, STEP, Program, callee, source_of, spec_of
-from adaptc.options import CompileOptions
+from adaptc.ir.module import ROLES, STEP, Program, callee, joined, source_of, spec_of
 from adaptc.plan import (DTYPE_BYTES, Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart,
                          Symbol)
 from adaptc.planner.cost import cost_of, weight_bytes
 from adaptc.protocol import Codegen, KernelSpec, KernelUse, StateSpec, TensorSpec
 
 
-def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, level: str, options: CompileOptions,
-              max_context: int, key_block: int) -> tuple[Plan, tuple[KernelSpec, ...]]:
-    """The plan of a lowered program, and the kernels that it calls, each once."""
-    emitter = _Emitter(program, codegen, options)
+def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, level: str,
+              max_context: int) -> tuple[Plan, tuple[KernelSpec, ...]]:
+    """The plan of a lowered program, and the kernels that it calls, each once. Sizes and paging are the program's."""
+    emitter = _Emitter(program, codegen)
     operators = emitter.operators()
-    groups = emitter.groups(max_context, options.page_size)
+    groups = emitter.groups()
     inputs = emitter.inputs(groups)
+    page_size, key_block = emitter.paging()
     plan = Plan(
         target=target,
         level=level,
         backend=backend,
         vocabulary=program.fact("vocabulary"),
         max_context=max_context,
-        max_step_tokens=options.max_step_tokens,
-        max_requests=options.max_requests,
-        page_size=options.page_size,
+        max_step_tokens=emitter.maximum["T"],
+        max_requests=emitter.maximum["R"],
+        page_size=page_size,
         key_block=key_block,
         arena_bytes=program.fact("arena_bytes"),
         symbols=tuple(Symbol(name, emitter.maximum[name]) for name in codegen.symbols),
@@ -53,9 +53,9 @@ def emit_plan(program: Program, codegen: Codegen, *, target: str, backend: str, 
 class _Emitter:
     """One expansion of a program: tables that fill while @step is walked."""
 
-    def __init__(self, program: Program, codegen: Codegen, options: CompileOptions):
+    def __init__(self, program: Program, codegen: Codegen):
         self.program, self.codegen, self.functions = program, codegen, program.functions()
-        self.maximum = {"T": options.max_step_tokens, "R": options.max_requests, "S": options.max_requests}
+        self.maximum: dict[str, int] = program.fact("max_symbols")
         self.buffers: dict[str, Buffer] = {}
         self.kernels: dict[str, Kernel] = {}
         self.specs: dict[str, KernelSpec] = {}
@@ -73,14 +73,22 @@ class _Emitter:
         parts = tuple(StatePart(*part) for part in spec.parts)
         return State(name, "rows", self._group(spec), spec.dtype, spec.window, parts)
 
-    def groups(self, max_context: int, page_size: int) -> tuple[CacheGroup, ...]:
+    def groups(self) -> tuple[CacheGroup, ...]:
         members: dict[str, list[State]] = {}
         for state in self.states.values():
             members.setdefault(state.group, []).append(state)
         return tuple(
-            CacheGroup(name, states[0].window, tuple(sorted(s.name for s in states)), -(-max_context // page_size))
+            CacheGroup(name, states[0].window, tuple(sorted(s.name for s in states)),
+                       self.slots[states[0].name].spec.max_pages)
             for name, states in sorted(members.items())
         )
+
+    def paging(self) -> tuple[int, int]:
+        """(page size, key block) of all states; a program without states has pages of one token."""
+        found = {(slot.spec.page_size, slot.spec.key_block) for slot in self.slots.values()}
+        if len(found) > 1 or (0, 0) in found:
+            raise LegalityError(f"the states' (page size, key block) are {sorted(found)}; expected one pair, not 0.")
+        return found.pop() if found else (1, 1)
 
     def inputs(self, groups: tuple[CacheGroup, ...]) -> dict[str, str]:
         for role in ROLES:
@@ -138,7 +146,7 @@ class _Emitter:
             specs = [*(dialect.to_spec(v.type) for v in values), *scratch_of(op)]
             handles = [self._place(t, s, frame, arguments, results) for t, s in zip(texts, specs)]
             count = len(op.operation.operands)
-            source = ".".join(filter(None, (path, source_of(op))))
+            source = joined(path, source_of(op))
             if name == "func.call":
                 below = frame + dialect.from_attr(op.operation.attributes["frame"])
                 found += self._function(self.functions[callee(op)], below, handles[:count], handles[count:], source)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from adaptc.ir import dialect
-from adaptc.ir.build import short_name
-from adaptc.ir.module import STEP, Program, callee, source_of, spec_of
+from adaptc.ir.build import is_operator
+from adaptc.ir.module import STEP, Program, callee, joined, source_of, spec_of
 from adaptc.planner.cost import PackedBytes, cost_of, evaluate
 from adaptc.protocol import TensorSpec
 from adaptc.targets import Target
@@ -42,7 +41,7 @@ def profile(program: Program, target: Target, packed: PackedBytes, *, tokens: in
                        cost.dtype)
     rows = []
     for (module, op, shapes), (count, flops, moved, dtype) in groups.items():
-        compute, transfer = flops / target.compute[dtype], moved / target.memory[-1].bandwidth
+        compute, transfer = flops / target.rate(dtype), moved / target.memory[-1].bandwidth
         rows.append(ProfileRow(module, op, shapes, count, tokens, flops, moved,
                                max(compute, transfer) + count * target.launch_s,
                                "compute" if compute > transfer else "bandwidth"))
@@ -57,16 +56,14 @@ def places(program: Program):
         if op.operation.name == "func.call":
             for inner in functions[callee(op)].entry_block.operations:
                 if _runs(inner):
-                    yield ".".join(filter(None, (source_of(op), source_of(inner)))), inner
+                    yield joined(source_of(op), source_of(inner)), inner
         elif _runs(op):
             yield source_of(op), op
 
 
 def _runs(op) -> bool:
     attributes = op.operation.attributes
-    if not op.operation.name.startswith("adaptc.") or short_name(op) in dialect.DECLARATIONS:
-        return False
-    return "kernels" not in attributes or len(attributes["kernels"]) > 0
+    return is_operator(op) and ("kernels" not in attributes or len(attributes["kernels"]) > 0)
 
 
 def kind_of(path: str) -> str:
@@ -76,5 +73,8 @@ def kind_of(path: str) -> str:
 
 def _shapes(spec) -> str:
     tensors = [o for o in spec.operands if isinstance(o, TensorSpec)]
-    show = lambda t: "×".join(map(str, t.shape)) + (f":{t.format.name}" if t.format else "")  # noqa: E731
-    return " · ".join(show(t) for t in tensors if t.shape) or "scalar"
+    return " · ".join(_shape(t) for t in tensors if t.shape) or "scalar"
+
+
+def _shape(tensor: TensorSpec) -> str:
+    return "×".join(map(str, tensor.shape)) + (f":{tensor.format.name}" if tensor.format else "")

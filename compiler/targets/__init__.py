@@ -72,11 +72,11 @@ class Target:
             raise one_of(f"level of target {self.name}", wanted, self.levels)
         return wanted or self.default_level
 
-    def ridge(self, dtype: str) -> float:
-        """Operations a byte at which compute and memory take equally long: more is compute-bound."""
+    def rate(self, dtype: str) -> float:
+        """Operations a second on ``dtype``; OptionError listing what the target computes in."""
         if dtype not in self.compute:
             raise one_of(f"dtype that target {self.name} computes in", dtype, self.compute)
-        return self.compute[dtype] / self.memory[-1].bandwidth
+        return self.compute[dtype]
 
 
 def _files() -> dict[str, Path]:

@@ -129,7 +129,8 @@ class Codes:
     def _sum(self, e: Emitter, span: Value, row: int, start: int, count: int) -> Value:
         """Sum of the activations of columns start.. of the span (count is 16 or 32)."""
         here = e.at(self.sums, e.shl(span, 1), "f32")
-        parts = [e.load(e.at(here, row * (self.k // 16) + (start + i) // 16, "f32"), "f32") for i in range(0, count, 16)]
+        first = row * (self.k // 16) + start // 16
+        parts = [e.load(e.at(here, first + i, "f32"), "f32") for i in range(count // 16)]
         return parts[0] if len(parts) == 1 else e.add(*parts)
 
     def integers(self, e: Emitter, weight: Packed, tile: int) -> Body:

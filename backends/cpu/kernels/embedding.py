@@ -33,7 +33,8 @@ def _float_row(e: Emitter, format: WeightFormat, k: int, codes: Value, scales: V
         e.store(e.load_float(at, format.codes), e.at(out, loop.index, "f32"))
 
 
-def _integer_row(e: Emitter, format: WeightFormat, k: int, codes: Value, scales: Value, lane: Value, out: Value) -> None:
+def _integer_row(e: Emitter, format: WeightFormat, k: int, codes: Value, scales: Value, lane: Value,
+                 out: Value) -> None:
     with e.loop(0, k // SPAN) as loop:
         here = e.at(codes, e.mul(loop.index, code_layout(format).vectors * 32))
         group_scales = _SCALES[format.scale](e, format, scales, lane, loop.index)

@@ -1,7 +1,7 @@
-"""The floor's operators that place elements: constant, iota, reshape, broadcast, transpose, slice, concat, pad.
+"""The floor's operators that place elements: constant, reshape, broadcast, transpose, slice, concat, pad.
 
-All but iota are one of two loops: ``fill`` writes a constant, ``move`` copies a box of elements from a strided place
-to a strided place. Dimensions, strides and offsets are products of numbers and symbols, written as tuples of factors.
+They are two loops: ``fill`` writes a constant, ``move`` copies a box of elements from a strided place to a strided
+place. Dimensions, strides and offsets are products of numbers and symbols, written as tuples of factors.
 Threads share out the rows (all dimensions but the last).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adaptc.backends.cpu.kernels.base import LANES, Emitter, Family, vec
-from adaptc.backends.cpu.kernels.elementwise import CARRIED, STORED, convert, dense, describe, narrow, product, split
+from adaptc.backends.cpu.kernels.elementwise import CARRIED, STORED, dense, describe, narrow, product, split
 from adaptc.backends.cpu.kernels.rows import copy
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, TensorSpec
 
@@ -205,35 +205,11 @@ def select_constant(spec: OpSpec) -> Selection | None:
     return Selection((_fill(result, spec.attrs["value"]),))
 
 
-# ---- iota
-
-
-def emit_iota(params: Mapping[str, Any], symbol: str) -> str:
-    e = Emitter()
-    dtype, shape = params["dtype"], params["shape"]
-    out, kind = e.buffer(0), STORED[dtype]
-    sizes = [product(e, (size,)) for size in shape]
-    low, high = e.share(product(e, shape))
-    with e.loop(low, high) as number:
-        index = split(e, number.index, sizes)[params["axis"]]
-        e.store(narrow(e, convert(e, index, "i64", dtype), dtype), e.at(out, number.index, kind))
-    return e.text(symbol)
-
-
-def select_iota(spec: OpSpec) -> Selection | None:
-    (result,) = spec.results
-    if result.dtype not in STORED or result.dtype == "i1":
-        return None
-    params = (("axis", spec.attrs["axis"]), ("dtype", result.dtype), ("shape", result.shape))
-    return Selection((KernelUse(KernelSpec("iota", params), ("result:0",)),))
-
-
 FAMILIES = {
     "move": Family(emit_move, move_signature),
     "fill": Family(emit_fill, fill_signature),
-    "iota": Family(emit_iota, fill_signature),
 }
 SELECT = {
-    "constant": select_constant, "iota": select_iota, "reshape": select_reshape, "broadcast": select_broadcast,
+    "constant": select_constant, "reshape": select_reshape, "broadcast": select_broadcast,
     "transpose": select_transpose, "slice": select_slice, "concat": select_concat, "pad": select_pad,
 }  # fmt: skip

@@ -1,8 +1,9 @@
 """Dynamic quantisation of activations: f32[T, K] → codes i8[T, K], scales f32[T, K/32], sums f32[T, K/16].
 
 scale = max|x| of 32 columns / 127; code = x/scale rounded half to even (0 if scale is 0), held within ±127 where a
-subnormal scale would carry it beyond; sum = (the 16 codes' sum) * scale. Rows play no part: groups of 32 lie densely
-one after the other, and threads share them.
+subnormal scale would carry it beyond; sum = (the 16 codes' sum) * scale. A group with a NaN or infinity gets that for
+its scale, so that what is multiplied with it shows it. Rows play no part: groups of 32 lie densely one after the other,
+and threads share them.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ def _emit(params: Mapping[str, Any], symbol: str) -> str:
         first = e.shl(loop.index, 5)
         here = e.at(x, first, "f32")
         parts = [e.load(e.at(here, LANES * i, "f32"), F32X8) for i in range(GROUP // LANES)]
-        sizes = [e.math("absf", part) for part in parts]
+        # Sizes compare as integers as they do as floats, but for a NaN, which is then the largest and so never lost.
+        sizes = [e.cast("bitcast", e.math("absf", part), "i32") for part in parts]
         largest = e.reduce(e.max, e.max(e.max(sizes[0], sizes[1]), e.max(sizes[2], sizes[3])))
-        scale = e.div(largest, 127.0)
+        scale = e.div(e.cast("bitcast", largest, "f32"), 127.0)
         e.store(scale, e.at(scales, loop.index, "f32"))
         # Every |x| ≤ 127 * 2^-149 has a code of 0 when the scale rounds to 0: dividing by 1 instead yields that.
         divisor = e.splat(e.select(e.compare("oeq", scale, 0.0), 1.0, scale))

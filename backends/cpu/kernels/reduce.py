@@ -32,6 +32,10 @@ def _offset(e: Emitter, indices: Sequence[Value], strides: Sequence[Value]) -> V
     return total
 
 
+def _picked(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [values[i] for i in places]
+
+
 def emit_reduce(params: Mapping[str, Any], symbol: str) -> str:
     e = Emitter()
     shape, axes, kind, dtype = (params[k] for k in ("shape", "axes", "kind", "dtype"))
@@ -40,12 +44,12 @@ def emit_reduce(params: Mapping[str, Any], symbol: str) -> str:
     strides = [product(e, s) for s in strides_of(shape)]
     sizes = [product(e, (s,)) for s in shape]
     kept = [i for i in range(len(shape)) if i not in axes]
-    pick = lambda values, places: [values[i] for i in places]
-    count = product(e, pick(shape, axes))
-    low, high = e.share(product(e, pick(shape, kept)))
+    count = product(e, _picked(shape, axes))
+    low, high = e.share(product(e, _picked(shape, kept)))
     contiguous = list(axes) == list(range(len(shape) - len(axes), len(shape)))
     with e.loop(low, high) as number:
-        base = e.at(source, _offset(e, split(e, number.index, pick(sizes, kept)), pick(strides, kept)), dtype)
+        first = split(e, number.index, _picked(sizes, kept))
+        base = e.at(source, _offset(e, first, _picked(strides, kept)), dtype)
         if contiguous:
             wide = vec(LANES, dtype)
             start = e.const(starts[dtype], wide)
@@ -57,7 +61,7 @@ def emit_reduce(params: Mapping[str, Any], symbol: str) -> str:
             total = e.reduce(lambda a, b: combine(e, a, b), combine(e, column.results[0], last))
         else:
             with e.loop(0, count, init=[e.const(starts[dtype], dtype)]) as part:
-                place = _offset(e, split(e, part.index, pick(sizes, axes)), pick(strides, axes))
+                place = _offset(e, split(e, part.index, _picked(sizes, axes)), _picked(strides, axes))
                 part.end(combine(e, part.args[0], e.load(e.at(base, place, dtype), dtype)))
             (total,) = part.results
         if kind == "mean":

@@ -25,11 +25,13 @@ def emit_rope(params: Mapping[str, Any], symbol: str) -> str:
         angle = e.mul(e.div(unit.index, heads), width)
         starts = [e.at(p, o, "f32") for p, o in ((x, row), (cosines, angle), (sines, angle), (out, row))]
 
+        def read(place: Value, mask: Value | None) -> Value:
+            return e.load(place, F32X8) if mask is None else e.load_masked(place, mask, F32X8)
+
         def eight(column: Value | int, mask: Value | None = None) -> None:
             places = [e.at(p, column, "f32") for p in starts]
             both = [(p, e.at(p, half, "f32")) for p in places]
-            read = lambda p: e.load(p, F32X8) if mask is None else e.load_masked(p, mask, F32X8)
-            (a, b), (cos_a, cos_b), (sin_a, sin_b) = ([read(p) for p in pair] for pair in both[:3])
+            (a, b), (cos_a, cos_b), (sin_a, sin_b) = ([read(p, mask) for p in pair] for pair in both[:3])
             turned = e.fma(a, cos_a, e.neg(e.mul(b, sin_a))), e.fma(b, cos_b, e.mul(a, sin_b))
             for value, place in zip(turned, both[3]):
                 e.store(value, place) if mask is None else e.store_masked(value, place, mask)
@@ -87,7 +89,7 @@ def gather_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 def select_gather(spec: OpSpec) -> Selection | None:
     x, rows = spec.operands
-    if not (dense(x) and dense(rows)) or rows.dtype not in ("i32", "i64") or spec.attrs.get("axis", 0) != 0:
+    if not (dense(x) and dense(rows)) or rows.dtype not in ("i32", "i64"):
         return None
     params = {"dtype": x.dtype, "height": x.shape[0], "index": rows.dtype, "row": x.shape[1:], "rows": rows.shape}
     kernel = KernelSpec("gather_rows", tuple(sorted(params.items())))
@@ -95,4 +97,4 @@ def select_gather(spec: OpSpec) -> Selection | None:
 
 
 FAMILIES = {"rope": Family(emit_rope, rope_signature), "gather_rows": Family(emit_gather, gather_signature)}
-SELECT = {"rope": select_rope, "gather_rows": select_gather, "gather": select_gather}
+SELECT = {"rope": select_rope, "gather_rows": select_gather}

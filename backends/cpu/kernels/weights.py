@@ -55,7 +55,8 @@ Body = Callable[[Value, Value, Sequence[Group], Sequence[Value]], Sequence[Value
 """(first column, pointer to the span's codes, its groups in column order, carried values) → next carried values."""
 
 
-def walk(e: Emitter, weight: Packed, codes: Value, scales: Value, init: Sequence[Value], body: Body) -> tuple[Value, ...]:
+def walk(e: Emitter, weight: Packed, codes: Value, scales: Value, init: Sequence[Value],
+         body: Body) -> tuple[Value, ...]:
     """Runs ``body`` for every 32 columns of a row block of an integer format, in ascending order."""
     format, k = weight.format, weight.k
     per_super = format.superblock // SPAN
