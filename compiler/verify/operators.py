@@ -75,6 +75,10 @@ class Case:
 
 def check(subject: Subject, progress: Callable) -> Level:
     level = Level("operator")
+    if not hasattr(subject.backend, "library"):
+        level.left_out.append(f"the backend {subject.plan.backend!r} has no way to call a kernel alone (`library`, "
+                              "adaptc.protocol.Launcher)")
+        return level
     caller = Caller(subject)
     found = variants(subject)
     cases = 0
