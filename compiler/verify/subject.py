@@ -45,8 +45,9 @@ class Subject:
         self.backend = backends.launcher(self.plan.backend)
         self.codegen = backends.codegen(self.plan.backend)
         if not hasattr(self.codegen, "unpack"):
-            raise UnsupportedError(f"the backend {self.plan.backend!r} can't unpack the weights that it packed, so nothing "
-                                   "says what they are.", hint="Its codegen needs `unpack` (adaptc.protocol.Codegen).")
+            raise UnsupportedError(f"the backend {self.plan.backend!r} can't unpack the weights that it packed, so "
+                                   "nothing says what they are.",
+                                   hint="Its codegen needs `unpack` (adaptc.protocol.Codegen).")
         self.captured = Program.parse(self.artifact.read("ir/captured.mlir").decode(), "ir/captured.mlir")
         self.laid_out = Program.parse(self.artifact.read("ir/laid_out.mlir").decode(), "ir/laid_out.mlir")
         self.stored: dict[str, Weight] = self.laid_out.weights()
@@ -63,7 +64,8 @@ class Subject:
                 made = data[: 4 * math.prod(shape)].view("<f4").reshape(shape)
             else:
                 size = self.codegen.packed_bytes(weight.spec.format, shape)
-                made = blocks.dequantize(weight.spec.format, self.codegen.unpack(weight.spec.format, shape, data[:size]))
+                codes = self.codegen.unpack(weight.spec.format, shape, data[:size])
+                made = blocks.dequantize(weight.spec.format, codes)
             self._values[name] = made.reshape(shape)
         return self._values[name]
 
