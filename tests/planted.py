@@ -40,7 +40,8 @@ def weight(artifact: Path, out: Path, name: str, change: Callable[[dict], None])
     spec = subject.stored[name].spec
     backend = codegen(subject.plan.backend)
     size = backend.packed_bytes(spec.format, spec.shape)
-    codes = {k: v.copy() for k, v in backend.unpack(spec.format, spec.shape, subject.artifact.weights[name][:size]).items()}
+    codes = backend.unpack(spec.format, spec.shape, subject.artifact.weights[name][:size])
+    codes = {part: array.copy() for part, array in codes.items()}
     change(codes)
     packed = backend.pack(spec.format, spec.shape, codes)
 

@@ -53,13 +53,14 @@ def check(subject: Subject, model: str, tokens: list[int], progress: Callable) -
             inside = [p for p, (e, c) in compared.items() if depth.module and layer_of(p) == depth.module
                       and not (e <= worst and c >= least)]
             module = inside[0] if inside else depth.module
-            level.findings.append(Finding("the captured program's value isn't the authors' module's", "captured program",
-                                          module, depth.error, worst))
+            level.findings.append(Finding("the captured program's value isn't the authors' module's",
+                                          "captured program", module, depth.error, worst))
             break
-    level.covered.append(f"outputs of {len(compared)} modules ({len(depths)} layers and logits) of the authors' model on "
-                         f"{len(tokens)} tokens (allowed: relative error {worst:g}, cosine {least:g})")
+    level.covered.append(f"outputs of {len(compared)} modules ({len(depths)} layers and logits) of the authors' model "
+                         f"on {len(tokens)} tokens (allowed: relative error {worst:g}, cosine {least:g})")
     if not depths:
-        level.findings.append(Finding("no module of the authors' model has the name of a captured one", "captured program"))
+        level.findings.append(Finding("no module of the authors' model has the name of a captured one",
+                                      "captured program"))
     return level, depths
 
 

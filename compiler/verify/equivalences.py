@@ -136,6 +136,8 @@ def _decoding(subject: Subject, prompt: tuple[int, ...]) -> list[Finding]:
             engine.poison_free_pages()
     finally:
         executable.close()
+    if len(made) < steps:
+        return [Finding(f"greedy decoding ends after {len(made)} of {steps} tokens: no token can be drawn", "logits")]
     whole = score(subject, Way("recomputed", ((*prompt, *made[:-1]),)), rows=len(made))[0]
     again = whole.argmax(1).tolist()
     if again == made:

@@ -6,6 +6,7 @@ operator it is about to run in memory that both share, so the crash is reported 
 
 from __future__ import annotations
 
+import faulthandler
 import mmap
 import os
 import pickle
@@ -80,6 +81,7 @@ def guarded(check: Callable[[], Any], note: Note) -> Any:
 def _child(check: Callable[[], Any], write: int) -> None:
     """Computes, sends (whether it is a result, the result or error), and ends without any of the parent's clean-up."""
     code = 1
+    faulthandler.disable()  # whoever started us may have it on; the parent says what happened
     try:
         try:
             answer = (True, check())

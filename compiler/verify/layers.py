@@ -268,7 +268,8 @@ def _depths(subject: Subject, recorder: Recorder, standing: Standing, tokens: li
                 f"running freely, the artifact's values differ from the captured program's (cosine {d.cosine:.6f})",
                 f"layer {d.depth}" if d.module else "logits", d.module, d.error, worst))
             break
-    level.covered.append(f"outputs of {len(depths) - 1} of {len(layers)} layers and the logits on {len(tokens)} tokens against the captured program "
+    level.covered.append(f"outputs of {len(depths) - 1} of {len(layers)} layers and the logits on {len(tokens)} tokens "
+                         "against the captured program "
                          f"(allowed: relative error {worst:g}, cosine {least:g}, for {kind} values)")
     return depths
 

@@ -277,9 +277,9 @@ def compare_meanings(subject: Subject, recorder: Recorder, tokens: list[int], le
     again = Recorder(subject.captured, small)
     again.score(tokens)
     _compared(_Paired(subject, again, small), tokens, level, ", weights scaled down")
-    level.covered.append(f"{len(paired.names)} laid-out operators against the captured program on {len(tokens)} tokens, "
-                         f"with the model's weights and with small ones: {paired.pairs} values have a counterpart, "
-                         f"{len(paired.alone)} only through what reads them")
+    level.covered.append(f"{len(paired.names)} laid-out operators against the captured program on {len(tokens)} "
+                         f"tokens, with the model's weights and with small ones: {paired.pairs} values have a "
+                         f"counterpart, {len(paired.alone)} only through what reads them")
     level.figures["worst laid-out error against captured"] = paired.worst
     return paired.standing
 

@@ -1,4 +1,4 @@
-"""Model level: what the artifact's run time answers, against the authors' recorded answers and against the reference."""
+"""Model level: what the run time answers, against the authors' recorded answers and against the reference."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def _logits(session: Session, golden, level: Level, progress: Callable) -> None:
     if skipped:
         level.left_out.append(f"{skipped} goldens are longer than the artifact's context")
     if allowed is None:
-        level.left_out.append("golden logits are reported, not judged: the manifest states no tolerance for these options")
+        level.left_out.append("golden logits are reported, not judged: the manifest states no tolerance for these "
+                              "options")
     elif not worst <= allowed:
         level.findings.append(Finding(f"a golden logit of prompt {where[0]} at position {where[1]} differs (absolute)",
                                       "logits", "", worst, allowed))
@@ -104,8 +105,9 @@ def _greedy(session: Session, golden, level: Level) -> None:
         made = session.generate(tokens[:length], max_tokens=end, ignore_eos=True).token_ids
         compared += end
         if list(made) != tokens[length : length + end]:
-            at = next(k for k, (a, b) in enumerate(zip(made, tokens[length:])) if a != b)
-            level.findings.append(Finding(f"greedy decoding of golden prompt {i} gives token {made[at]} at step {at}, the "
+            at = next((k for k, (a, b) in enumerate(zip(made, tokens[length:])) if a != b), len(made))
+            ours = made[at] if at < len(made) else "none"
+            level.findings.append(Finding(f"greedy decoding of golden prompt {i} gives token {ours} at step {at}, the "
                                           f"authors' model {tokens[length + at]}", "greedy tokens"))
     level.covered.append(f"{compared} greedy tokens (up to a margin below {allowed:g})")
 
@@ -122,7 +124,8 @@ def _perplexity(subject: Subject, session: Session, text: list[int], level: Leve
     level.figures |= {"perplexity of the text, artifact": ours, "perplexity of the text, reference": theirs}
     level.covered.append(f"perplexity over {len(tokens)} of the text's {len(text)} tokens")
     if not error <= bound:
-        level.findings.append(Finding("perplexity of the text differs from the reference's", "logits", "", error, bound))
+        level.findings.append(Finding("perplexity of the text differs from the reference's", "logits", "", error,
+                                      bound))
 
 
 def perplexity(logits: np.ndarray, tokens: list[int]) -> float:

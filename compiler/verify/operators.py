@@ -24,7 +24,7 @@ from adaptc.verify.report import Finding, Level
 from adaptc.verify.subject import Place, Subject
 
 ROWS = (1, 2, 3, 5, 17)
-"""Numbers of tokens, requests and sampled rows, beside the plan's maximum: remainders of every tile that kernels use."""
+"""Numbers of tokens, requests and sampled rows, beside the plan's maximum: remainders of every tile of kernels."""
 LARGE_FLOPS = 2e9
 """Above this, a case takes the oracle more than a second; the largest number of rows is then left to fewer ranges."""
 
@@ -75,6 +75,10 @@ class Case:
 
 def check(subject: Subject, progress: Callable) -> Level:
     level = Level("operator")
+    if not hasattr(subject.backend, "library"):
+        level.left_out.append(f"the backend {subject.plan.backend!r} has no way to call a kernel alone (`library`, "
+                              "adaptc.protocol.Launcher)")
+        return level
     caller = Caller(subject)
     found = variants(subject)
     cases = 0
@@ -277,7 +281,8 @@ class Caller:
 
     # ---- stateful operators
 
-    def run_stateful(self, variant: Variant, where: Place, case: Case, operands: list, attrs) -> tuple[float, float, str]:
+    def run_stateful(self, variant: Variant, where: Place, case: Case, operands: list,
+                     attrs: Mapping) -> tuple[float, float, str]:
         """The case as the last step of requests that have a past: one reaches over the window and over pages, the
         others begin. Pages are handed out in random order, and hold NaN where nothing was written or may be read."""
         operator, spec = row(variant.spec.op), variant.spec

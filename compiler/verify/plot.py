@@ -51,8 +51,10 @@ def svg(depths: Sequence[Depth], title: str) -> str:
             continue
         points = " ".join(f"{x(d.depth):.1f},{y(d.error):.1f}" for d in line)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts += [f'<circle cx="{x(d.depth):.1f}" cy="{y(d.error):.1f}" r="3" fill="{colour}"><title>'
-                  f'{escape(d.module or "logits")}: {d.error:.2e}, cosine {d.cosine:.9f}</title></circle>' for d in line]
+        for d in line:
+            name = f"{escape(d.module or 'logits')}: {d.error:.2e}, cosine {d.cosine:.9f}"
+            parts.append(f'<circle cx="{x(d.depth):.1f}" cy="{y(d.error):.1f}" r="3" fill="{colour}">'
+                         f'<title>{name}</title></circle>')
         at = LEFT + number * 300
         parts.append(f'<circle cx="{at + 4}" cy="36" r="4" fill="{colour}"/><text x="{at + 14}" y="40">{label}</text>')
     return "\n".join([*parts, "</svg>", ""])

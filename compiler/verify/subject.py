@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from adaptc import backends, blocks
-from adaptc.errors import ArtifactError
+from adaptc.errors import ArtifactError, UnsupportedError
 from adaptc.formats import FORMATS
+from adaptc.ir import dialect
 from adaptc.ir.build import short_name
 from adaptc.ir.module import STEP, Program, Weight, callee, source_of, spec_of
 from adaptc.ops.table import row
@@ -44,6 +45,10 @@ class Subject:
         self.backend = backends.launcher(self.plan.backend)
         self.level = self.backend.choose_level(self.plan)
         self.codegen = backends.codegen(self.plan.backend)
+        if not hasattr(self.codegen, "unpack"):
+            raise UnsupportedError(f"the backend {self.plan.backend!r} can't unpack the weights that it packed, so "
+                                   "nothing says what they are.",
+                                   hint="Its codegen needs `unpack` (adaptc.protocol.Codegen).")
         self.captured = Program.parse(self.artifact.read("ir/captured.mlir").decode(), "ir/captured.mlir")
         self.laid_out = Program.parse(self.artifact.read("ir/laid_out.mlir").decode(), "ir/laid_out.mlir")
         self.stored: dict[str, Weight] = self.laid_out.weights()
@@ -60,7 +65,8 @@ class Subject:
                 made = data[: 4 * math.prod(shape)].view("<f4").reshape(shape)
             else:
                 size = self.codegen.packed_bytes(weight.spec.format, shape)
-                made = blocks.dequantize(weight.spec.format, self.codegen.unpack(weight.spec.format, shape, data[:size]))
+                codes = self.codegen.unpack(weight.spec.format, shape, data[:size])
+                made = blocks.dequantize(weight.spec.format, codes)
             self._values[name] = made.reshape(shape)
         return self._values[name]
 
@@ -107,14 +113,8 @@ def _places(program: Program, function, arguments: list, path: str):
         source = ".".join(filter(None, (path, source_of(op))))
         symbols = [names.get(v) for v in operation.operands]
         if operation.name == "adaptc.get":
-            names[operation.results[0]] = _symbol(op)
+            names[operation.results[0]] = dialect.attrs(op)["symbol"]
         elif operation.name == "func.call":
             yield from _places(program, program.functions()[callee(op)], symbols, source)
         elif operation.name != "func.return" and not row(short_name(op)).aliases:
             yield Place(spec_of(op), source, tuple(symbols))
-
-
-def _symbol(op) -> str:
-    from adaptc.ir import dialect
-
-    return dialect.attrs(op)["symbol"]
