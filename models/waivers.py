@@ -44,6 +44,8 @@ CONFIG: Mapping[str, str] = {
     "output_attentions": "asks for values that a compiled model doesn't return",
     "output_hidden_states": "asks for values that a compiled model doesn't return",
     "return_dict": "chooses a container of results",
+    "summary_*": "belongs to classification heads",
+    "original_max_position_embeddings": "read from rope_parameters by the scalings that need it",
     "is_llama_config": _PROVENANCE,
     "rope_interleaved": "a flag of the authors' own training code; transformers' class always has halves",
     "do_sample": _GENERATION,
@@ -63,6 +65,9 @@ CONFIG_ALIASES: Mapping[str, tuple[str, ...]] = {
     "rope_scaling.*": ("rope_parameters.*", "rope_parameters.full_attention.*"),
     "rope_parameters.type": ("rope_parameters.rope_type",),
     "partial_rotary_factor": ("rope_parameters.partial_rotary_factor",),
+    "use_sliding_window": ("layer_types", "sliding_window"),
+    "max_window_layers": ("layer_types", "sliding_window"),
+    "no_rope_layer_interval": ("no_rope_layers",),
     "sliding_window_pattern": ("layer_types",),
     "_sliding_window_pattern": ("layer_types",),
 }

@@ -1,7 +1,8 @@
-"""Attention and masks through transformers' own extension points, recorded as operators of their own.
+"""Attention, masks and experts through transformers' own extension points, recorded as operators of their own.
 
-    adaptc::mask(like[1,T,D], kind, window) -> bool[1,1,T,T]    stands for a mask, which is never computed
-    adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, scaling, window, softcap) -> [1,T,H,Dv]
+    adaptc::mask(like[1,T,D], padding, kind, window) -> bool[1,1,T,T]    stands for a mask, which is never computed
+    adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, sinks[H], scaling, window, softcap) -> [1,T,H,Dv]
+    adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
-"""The name under which transformers finds our attention while a module is traced."""
+"""The name under which transformers finds our attention and experts while a module is traced."""
 
 MASKS = {
     "create_causal_mask": "causal",
@@ -32,7 +33,7 @@ MASKS = {
 WIDTHS = {"sliding": "sliding_window", "chunked": "attention_chunk_size", "bidirectional_sliding": "sliding_window"}
 """Kind of mask → the configuration key that says how wide it is."""
 
-MASK_INPUTS = ("config", "inputs_embeds", "cache", "past_key_values", "position_ids", "layer_idx",
+MASK_INPUTS = ("config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids", "layer_idx",
                "allow_is_causal_skip", "allow_is_bidirectional_skip")
 """What may be given to a mask builder: nothing else of it changes which keys a token sees."""
 
@@ -43,28 +44,38 @@ IGNORED = ("position_ids", "cache_position", "use_cache", "cache", "past_key_val
 
 @functools.cache
 def operators() -> None:
-    """Registers the two operators with torch, once in a process: torch can't take them back safely."""
-    torch.library.define("adaptc::mask", "(Tensor like, str kind, int window) -> Tensor")
+    """Registers the operators with torch, once in a process: torch can't take them back safely."""
+    torch.library.define("adaptc::mask", "(Tensor like, Tensor? padding, str kind, int window) -> Tensor")
     torch.library.define(
         "adaptc::attention",
-        "(Tensor q, Tensor k, Tensor v, Tensor mask, float scaling, int window, float softcap) -> Tensor",
+        "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? sinks, float scaling, int window, float softcap) -> Tensor",
+    )
+    torch.library.define(
+        "adaptc::expert_linear",
+        "(Tensor x, Tensor experts, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
     )
     torch.library.register_fake("adaptc::mask", _mask_shape)
     torch.library.register_fake("adaptc::attention", _attention_shape)
+    torch.library.register_fake("adaptc::expert_linear", _expert_linear_shape)
 
 
-def _mask_shape(like, kind, window):
+def _mask_shape(like, padding, kind, window):
     return like.new_empty((like.shape[0], 1, like.shape[1], like.shape[1]), dtype=torch.bool)
 
 
-def _attention_shape(q, k, v, mask, scaling, window, softcap):
+def _attention_shape(q, k, v, mask, sinks, scaling, window, softcap):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+def _expert_linear_shape(x, experts, weight, bias, transposed):
+    return x.new_empty((*experts.shape, weight.shape[2 if transposed else 1]))
 
 
 @contextmanager
 def installed(module: torch.nn.Module) -> Iterator[None]:
     """Traces of ``module`` within the block contain our operators; afterwards everything is as before."""
     from transformers import masking_utils
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     operators()
@@ -73,12 +84,23 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         functions = ALL_ATTENTION_FUNCTIONS._local_mapping
         stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names)}))
+        experts = ALL_EXPERTS_FUNCTIONS._local_mapping
+        stack.enter_context(mock.patch.dict(experts, {IMPLEMENTATION: _experts}))
         for name, kind in MASKS.items():
             for place in _holders(name, getattr(masking_utils, name)):
                 stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind)}))
         module.set_attn_implementation(IMPLEMENTATION)
         stack.callback(module.set_attn_implementation, before)
+        for config in {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values():
+            if hasattr(config, _EXPERTS):
+                stack.callback(setattr, config, _EXPERTS, getattr(config, _EXPERTS))
+                setattr(config, _EXPERTS, IMPLEMENTATION)
         yield
+
+
+_EXPERTS = "_experts_implementation_internal"
+"""Where a configuration keeps which implementation its experts use; ``set_experts_implementation`` also asks whether
+the class's source mentions the decorator, which says nothing for classes of other files."""
 
 
 def _holders(name: str, function: Callable) -> list[dict]:
@@ -100,14 +122,19 @@ def _mask(original: Callable, kind: str) -> Callable:
             )
         causal = getattr(config, "is_causal", True)
         width = getattr(config, WIDTHS[kind]) if kind in WIDTHS else 0
-        return torch.ops.adaptc.mask(given["inputs_embeds"], kind if causal else "bidirectional", int(width or 0))
+        padding = given.get("attention_mask")
+        if padding is not None and (not isinstance(padding, torch.Tensor) or padding.ndim != 2):
+            raise CaptureError(f"{original.__name__} of a {config.model_type} model is given a mask that isn't a row of "
+                               "tokens to keep, which adaptc has no operator for.")
+        return torch.ops.adaptc.mask(given["inputs_embeds"], padding, kind if causal else "bidirectional",
+                                     int(width or 0))
 
     return marker
 
 
 def _attention(names: dict[int, str]) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
@@ -115,7 +142,7 @@ def _attention(names: dict[int, str]) -> Callable:
         if unknown:
             raise CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
-                "attention operator doesn't have; it has scaling, sliding_window and softcap."
+                "attention operator doesn't have; it has scaling, sliding_window, softcap and s_aux."
             )
         if attention_mask is None:
             raise CaptureError(
@@ -125,9 +152,29 @@ def _attention(names: dict[int, str]) -> Callable:
         width = query.shape[-1]
         scaling = width**-0.5 if scaling is None else scaling
         return (
-            torch.ops.adaptc.attention(query, key, value, attention_mask, float(scaling), int(sliding_window or 0),
-                                       float(softcap or 0.0)),
+            torch.ops.adaptc.attention(query, key, value, attention_mask, s_aux, float(scaling),
+                                       int(sliding_window or 0), float(softcap or 0.0)),
             None,
         )
 
     return attention
+
+
+def _experts(module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
+             top_k_weights: torch.Tensor) -> torch.Tensor:
+    """What ``transformers.integrations.moe.batched_mm_experts_forward`` computes: each token's chosen experts one by
+    one, their results added in the order of the choice. Gate, activation and norm are the authors' own."""
+    if hidden_states.ndim != 2 or top_k_index.ndim != 2:
+        raise CaptureError(f"experts ({type(module).__name__}) are given {tuple(hidden_states.shape)} and choices "
+                           f"{tuple(top_k_index.shape)}; expected [T, K] and [T, k].")
+
+    def project(x: torch.Tensor, name: str) -> torch.Tensor:
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        return torch.ops.adaptc.expert_linear(x, top_k_index, getattr(module, name), bias, module.is_transposed)
+
+    inner = project(hidden_states, "gate_up_proj" if module.has_gate else "up_proj")
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    result = project(inner, "down_proj")
+    if module.has_post_expert_norm:
+        result = module.post_expert_norm(result)
+    return (result * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)

@@ -97,7 +97,13 @@ def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.Exported
     """With torch's own decompositions of those operators that the table lacks; the rest stay as the authors wrote."""
     known = torch.export.default_decompositions()
     lacking = {n.target: known[n.target] for n in _unknown(exported.graph) if n.target in known}
-    return exported.run_decompositions(lacking) if lacking else exported
+    # running them, even none, also rewrites what writes into a tensor's memory as what makes a new one
+    return exported.run_decompositions(lacking) if lacking or any(map(_writes, exported.graph.nodes)) else exported
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    """Whether an operator changes a tensor in place."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _check_known(graph: torch.fx.Graph) -> None:
@@ -203,7 +209,9 @@ class _Walk:
             self.b = Builder(self.point, self.place.module)
             try:
                 if isinstance(value, torch.Tensor) and not name.startswith("adaptc.mask"):
-                    self.shape, self.dtype = self._dims(value.shape), self._kind(value.dtype)
+                    # a complex tensor is walked as two real ones: see aten.Complex
+                    real = torch.float32 if value.is_complex() else value.dtype
+                    self.shape, self.dtype = self._dims(value.shape), self._kind(real)
                 self.values[node] = self._apply(TABLE[name], node)
             except (LegalityError, CaptureError) as error:
                 raise CaptureError(f"{node.target} in {self.place}: {error.message}", hint=error.hint) from error

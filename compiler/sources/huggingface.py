@@ -12,6 +12,7 @@ from adaptc.errors import InputError, UnsupportedError
 from adaptc.formats import FORMATS
 from adaptc.sources import text
 from adaptc.sources.binding import Binding
+from adaptc.sources.conversion import ConvertedTensor, converted
 from adaptc.sources.gguf_file import map_bytes
 from adaptc.sources.source import Source
 from adaptc.sources.tensor import SourceTensor, locate
@@ -38,9 +39,14 @@ class HuggingFaceSource(Source):
         self._given = _read_json(folder / "config.json")
         self._check_config()
         self._shards = self._list_shards()
-        self.tensors: dict[str, SourceTensor] = {}
+        self._stored: dict[str, SourceTensor] = {}
         for shard, expected in self._shards.items():
             self._add_shard(folder / shard, expected)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, SourceTensor | ConvertedTensor]:
+        """As transformers' classes have them: see ``conversion``."""
+        return converted(self._stored, (*(self._given.get("architectures") or ()), self._given["model_type"]))
 
     @cached_property
     def config(self) -> Any:
@@ -66,7 +72,10 @@ class HuggingFaceSource(Source):
         return tuple(path for name in names if (path := self.folder / name).is_file())
 
     def supplier(self, parameter: str) -> Binding:
-        return Binding(parameter)
+        """The tensor of that name, or, in a checkpoint of the model without its head, the one without the first
+        step of the name."""
+        short = parameter.partition(".")[2]
+        return Binding(parameter if parameter in self.tensors or short not in self.tensors else short)
 
     def text(self) -> text.TextBundle:
         """From transformers' tokenizer of the folder; empty when it has none."""
@@ -142,13 +151,13 @@ class HuggingFaceSource(Source):
         if missing:
             raise InputError(f"{path.name} of {self.name} lacks the tensor {missing[0]!r} that the index places there.")
         for name, entry in header.items():
-            if name in self.tensors:
-                raise InputError(f"the tensor {name!r} of {self.name} is in {self.tensors[name].file} and {path.name}.")
+            if name in self._stored:
+                raise InputError(f"the tensor {name!r} of {self.name} is in {self._stored[name].file} and {path.name}.")
             format = FORMATS.get(_DTYPES.get(entry["dtype"], ""))
             found = locate(name, tuple(entry["shape"]), format, entry["dtype"], data, start + entry["data_offsets"][0],
                            path.name)
             if found is not None:
-                self.tensors[name] = found
+                self._stored[name] = found
 
 
 def _ids(content: Mapping[str, Any], file: str) -> list[int]:

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adaptc import blocks
 from adaptc.errors import InputError
 from adaptc.formats import FORMATS, WeightFormat
@@ -70,6 +72,10 @@ class Source(ABC):
             codes = {"codes": blocks.dequantize(format, codes) + blocks.FLOAT_DTYPES["f32"].type(binding.add)}
             format = FORMATS["f32"]
         check_finite(tensor, format, codes)
+        if binding.transposed:
+            if not format.is_float:  # groups of columns would become groups of rows
+                format, codes = FORMATS["f32"], {"codes": blocks.dequantize(format, codes)}
+            return format, {"codes": np.ascontiguousarray(codes["codes"].swapaxes(-1, -2))}
         rows = binding.rows(tensor.shape[0])
         return format, codes if rows is None else blocks.take_rows(codes, rows)
 
