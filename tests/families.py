@@ -71,7 +71,8 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": Family("starcoder2", BASE | dict(sliding_window=8, use_bias=True)),
     "gpt2": Family("gpt2", dict(vocab_size=VOCABULARY, n_embd=64, n_head=4, n_layer=2, n_positions=64, n_inner=96,
                                 bos_token_id=1, eos_token_id=2)),
-    "gpt_neox": Family("gpt_neox", BASE | dict(rotary_pct=0.5)),
+    "gpt_neox": Family("gpt_neox", {k: v for k, v in BASE.items() if k != "num_key_value_heads"}
+                       | dict(rotary_pct=0.5)),
     "opt": Family("opt", dict(vocab_size=VOCABULARY, hidden_size=64, ffn_dim=96, num_hidden_layers=2,
                               num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=64,
                               bos_token_id=1, eos_token_id=2, pad_token_id=0)),

@@ -265,6 +265,17 @@ def _top_k(w, x, k, dim=-1, largest=True, sorted=True):
     return w.b.top_k(x, k=k)
 
 
+def _max(w, x, dim=None, keepdim=False):
+    """The largest element, and, along the last dimension, its index."""
+    if dim is None:
+        return _reduced(w, x, "max", None, False)
+    largest = _reduced(w, x, "max", dim, keepdim)
+    if dim % w.b.rank(x) != w.b.rank(x) - 1:
+        return largest, None
+    _, index = w.b.top_k(x, k=1)
+    return largest, index if keepdim else w.b.reshape(index, shape=w.b.shape(x)[:-1])
+
+
 def _gather(w, x, dim, index, sparse_grad=False):
     _last(w, x, dim, "picks")
     return w.b.take_along(x, w.value(index, "i32"))
@@ -491,6 +502,7 @@ TABLE: dict[str, Rule] = {
     "aten.view_as_real": _view_as_real,
     "aten.copy": _copy,
     "aten.slice_scatter": _slice_scatter,
+    "aten.max": _max,
     "aten.topk": _top_k,
     "aten.gather": _gather,
     "aten.scatter": _scatter,
