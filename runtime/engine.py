@@ -36,7 +36,7 @@ class _Request:
     """A request's state. ``tokens[:count]`` are known, ``length`` of them are in the caches; length < count."""
 
     __slots__ = ("id", "tokens", "count", "length", "prompt", "sampling", "stop_ids", "logits_from", "logits_out",
-                 "chunk", "budget", "tables")  # fmt: skip
+                 "chunk", "budget", "tables", "maximum")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Engine:
         self._positions = executable.inputs("positions")
         self._request_rows = executable.inputs("requests")
         self._sampled = executable.inputs("sampled")
+        self._lengths = executable.inputs("lengths") if "lengths" in plan.inputs else None
         self._tables = [executable.inputs(f"pages:{group.name}") for group in plan.groups]
         self._logits = executable.outputs("logits")
         self._range = np.arange(max(plan.max_context, plan.max_step_tokens), dtype=np.int32)
@@ -167,7 +168,7 @@ class Engine:
         request.sampling, request.stop_ids = sampling, stop_ids
         request.logits_from, request.logits_out = logits_from, logits_out
         request.chunk = min(chunk or self.plan.max_step_tokens, self.plan.max_step_tokens)
-        maximum = len(prompt) if logits_out is not None else last - 1
+        request.maximum = maximum = len(prompt) if logits_out is not None else last - 1
         request.budget = [group_pages(self.plan, group, maximum, request.chunk) for group in self._groups]
         for group, budget in zip(self._groups, request.budget):
             if budget > self.pools[group.name].pages:
@@ -247,6 +248,8 @@ class Engine:
             self._tokens[t : t + chunk.count] = chunk.request.tokens[start:end]
             self._positions[t : t + chunk.count] = self._range[start:end]
             self._request_rows[t : t + chunk.count] = row
+            if self._lengths is not None:
+                self._lengths[row] = chunk.request.maximum
             for table, out in zip(chunk.request.tables, self._tables):
                 table.grow(end)
                 out[row] = table.entries

@@ -59,9 +59,18 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family("mistral", HEADS | dict(sliding_window=8)),
     "qwen2": Family("qwen2", BASE | dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
     "qwen3": Family("qwen3", HEADS),
+    "rope_linear": Family("llama", HEADS | rope("linear", factor=4.0)),
+    "rope_yarn": Family("llama", HEADS | rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "rope_dynamic": Family("llama", HEADS | dict(max_position_embeddings=16) | rope("dynamic", factor=4.0)),
     "gemma2": Family("gemma2", HEADS | SLIDING_FULL | dict(query_pre_attn_scalar=16)),
     "gemma3": Family("gemma3_text", HEADS | SLIDING_FULL | dict(query_pre_attn_scalar=16)),
     "phi3": Family("phi3", BASE | dict(sliding_window=8)),
+    "phi3_longrope": Family("phi3", BASE | dict(sliding_window=None, original_max_position_embeddings=16) | rope(
+        "longrope", short_factor=[1.0 + 0.05 * i for i in range(8)], long_factor=[2.0 + 0.5 * i for i in range(8)],
+        original_max_position_embeddings=16)),
+    "rope_partial": Family("phi3", BASE | dict(sliding_window=8, num_attention_heads=4) | rope(
+        "longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 2.5, 3.0, 4.0], partial_rotary_factor=0.5,
+        original_max_position_embeddings=16)),
     "glm4": Family("glm4", HEADS | dict(partial_rotary_factor=0.5)),
     "olmo2": Family("olmo2", BASE),
     "granite": Family("granite", BASE | dict(embedding_multiplier=12.0, residual_multiplier=0.22,

@@ -436,6 +436,10 @@ def _mask(w, like, padding, kind, window):
     return Mask(kind, window)
 
 
+def _request_length(w, positions):
+    return w.b.reshape(w.b.gather_rows(w.lengths(), w.requests), shape=w.shape)
+
+
 def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
     """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's."""
     if getattr(mask, "kind", None) not in ("causal", "sliding"):
@@ -537,4 +541,5 @@ TABLE: dict[str, Rule] = {
     "adaptc.mask": _mask,
     "adaptc.attention": _attention,
     "adaptc.expert_linear": _expert_linear,
+    "adaptc.request_length": _request_length,
 }

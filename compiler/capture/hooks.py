@@ -1,7 +1,8 @@
-"""Attention, masks and experts through transformers' own extension points, recorded as operators of their own.
+"""Attention, masks, experts and rope by length through transformers' own extension points, recorded as operators of their own.
 
     adaptc::mask(like[1,T,D], padding, kind, window) -> bool[1,1,T,T]    stands for a mask, which is never computed
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, sinks[H], scaling, window, softcap) -> [1,T,H,Dv]
+    adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
 """
 
@@ -54,6 +55,8 @@ def operators() -> None:
         "adaptc::expert_linear",
         "(Tensor x, Tensor experts, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
     )
+    torch.library.define("adaptc::request_length", "(Tensor positions) -> Tensor")
+    torch.library.register_fake("adaptc::request_length", torch.empty_like)
     torch.library.register_fake("adaptc::mask", _mask_shape)
     torch.library.register_fake("adaptc::attention", _attention_shape)
     torch.library.register_fake("adaptc::expert_linear", _expert_linear_shape)
@@ -91,6 +94,9 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
                 stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind)}))
         module.set_attn_implementation(IMPLEMENTATION)
         stack.callback(module.set_attn_implementation, before)
+        for one in module.modules():
+            if _by_length(one):
+                stack.enter_context(mock.patch.dict(vars(one), {"forward": _rope(one)}))
         for config in {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values():
             if hasattr(config, _EXPERTS):
                 stack.callback(setattr, config, _EXPERTS, getattr(config, _EXPERTS))
@@ -178,3 +184,103 @@ def _experts(module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: 
     if module.has_post_expert_norm:
         result = module.post_expert_norm(result)
     return (result * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+
+
+# ---- rotary embeddings whose frequencies depend on the sequence's length
+
+DYNAMIC = ("dynamic", "longrope")
+"""Kinds of rope (``rope_type``) that choose their frequencies anew in every forward."""
+
+
+def _by_length(module: torch.nn.Module) -> bool:
+    """Whether ``transformers.modeling_rope_utils.dynamic_rope_update`` wraps the module's forward, and does anything."""
+    forward = type(module).forward
+    wrapped = getattr(forward, "__qualname__", "") != "" and hasattr(forward, "__wrapped__") and (
+        forward.__code__.co_name == "wrapper" and "rope_type" in forward.__code__.co_varnames)
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return wrapped and any(kind and any(d in kind for d in DYNAMIC) for kind in kinds)
+
+
+def _name(which: str, layer_type: str | None) -> str:
+    return f"adaptc_{which}_inv_freq" + (f"_{layer_type}" if layer_type else "")
+
+
+@contextmanager
+def both_frequencies(module: torch.nn.Module) -> Iterator[None]:
+    """Rotary embeddings with a set of frequencies for short and one for long sequences hold both as buffers within
+    the block; the authors' own forward keeps one and copies the other over it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    added = []
+    for one in module.modules():
+        kinds = getattr(one, "rope_type", None) if _by_length(one) else None
+        for layer_type, kind in (kinds.items() if isinstance(kinds, dict) else ((None, kinds),)):
+            if kind != "longrope":
+                continue
+            rope = one.config.rope_parameters if layer_type is None else one.config.rope_parameters[layer_type]
+            layer = {} if layer_type is None else {"layer_type": layer_type}
+            for which, length in (("short", 0), ("long", 1)):
+                length += rope["original_max_position_embeddings"]
+                values, _ = ROPE_INIT_FUNCTIONS[kind](one.config, torch.device("cpu"), seq_len=length, **layer)
+                added.append((one, _name(which, layer_type)))
+                one.register_buffer(added[-1][1], values, persistent=False)
+    try:
+        yield
+    finally:
+        for one, name in added:
+            delattr(one, name)
+
+
+def _rope(module: torch.nn.Module) -> Callable:
+    """The module's forward with the length that a request declares in place of the longest position of the forward:
+    a step that continues a sequence must rotate as the steps before it did, and a step holds several sequences."""
+    forward = type(module).forward.__wrapped__
+
+    def given(inverse: torch.Tensor, layer_type: str | None, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+        layer = {} if layer_type is None else {"layer_type": layer_type}
+        buffers = dict(module._buffers)
+        try:
+            module._buffers[name] = inverse
+            return forward(module, x, position_ids, **layer)
+        finally:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+    def by_length(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        rope = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
+        layer = {} if layer_type is None else {"layer_type": layer_type}
+        if not any(d in kind for d in DYNAMIC):
+            return forward(module, x, position_ids, **layer)
+        length = torch.ops.adaptc.request_length(position_ids)
+
+        if kind == "longrope":
+            short, long = (given(module._buffers[_name(which, layer_type)], layer_type, x, position_ids)
+                           for which in ("short", "long"))
+            return _choose(length > rope["original_max_position_embeddings"], long, short)
+
+        def frequencies(seq_len: Any) -> torch.Tensor:
+            return ROPE_INIT_FUNCTIONS[kind](module.config, x.device, seq_len=seq_len, **layer)[0]
+
+        def one(position: torch.Tensor, seq_len: torch.Tensor) -> Any:
+            return given(frequencies(seq_len), layer_type, x[:, :1], position.reshape(1, 1))
+
+        rows = torch.vmap(one)(position_ids[0], length[0])
+        return _each(lambda v: v.reshape(1, v.shape[0], v.shape[-1]), rows)
+
+    return by_length
+
+
+def _each(function: Callable, values: Any) -> Any:
+    return tuple(map(function, values)) if isinstance(values, tuple) else function(values)
+
+
+def _choose(condition: torch.Tensor, yes: Any, no: Any) -> Any:
+    """``yes`` or ``no`` for each token: tensors [1, T, D], or tuples of them."""
+    if isinstance(yes, tuple):
+        return tuple(_choose(condition, a, b) for a, b in zip(yes, no))
+    return torch.where(condition.unsqueeze(-1), yes, no)

@@ -18,7 +18,7 @@ from adaptc.capture.trace import PREFIX, TOKENS
 from adaptc.errors import CaptureError, LegalityError
 from adaptc.ir import dialect
 from adaptc.ir.build import Builder
-from adaptc.ir.module import STEP, Program, StateSlot, Weight
+from adaptc.ir.module import DIMENSIONS, ROLES, STEP, Program, StateSlot, Weight
 from adaptc.protocol import StateSpec, TensorSpec
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
@@ -141,7 +141,7 @@ class _Walk:
         vocabulary = self._dims(logits.meta["val"].shape)[-1]
         kinds = [dialect.to_type(TensorSpec("i32", (d,))) for d in (TOKENS, TOKENS, TOKENS, SAMPLED)]
         result = dialect.to_type(TensorSpec("f32", (SAMPLED, vocabulary)))
-        step = func.FuncOp(STEP, (kinds, [result]), ip=ir.InsertionPoint(self.program.module.body))
+        self.step = step = func.FuncOp(STEP, (kinds, [result]), ip=ir.InsertionPoint(self.program.module.body))
         block = step.add_entry_block()
         self.point = ir.InsertionPoint(block)
         self.tokens, self.positions, self.requests, sampled = block.arguments
@@ -280,6 +280,16 @@ class _Walk:
         if len(rows) == 1:
             return x
         return self.b.reshape(x, shape=(wide[0] if wide else 1, width)) if len(wide) <= 1 else None
+
+    def lengths(self) -> ir.Value:
+        """@step's argument for the tokens that each request may come to have; made when first asked for."""
+        block = self.step.entry_block
+        if len(block.arguments) < len(ROLES):
+            block.add_argument(dialect.to_type(TensorSpec("i32", (DIMENSIONS["lengths"],))), ir.Location.unknown())
+            results = list(self.step.type.results)
+            kind = ir.FunctionType.get([a.type for a in block.arguments], results)
+            self.step.operation.attributes["function_type"] = ir.TypeAttr.get(kind)
+        return block.arguments[ROLES.index("lengths")]
 
     def state(self, spec: StateSpec) -> ir.Value:
         """A new state owned by the current node."""
