@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 from unittest import mock
 
@@ -94,6 +95,7 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
                 stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind)}))
         module.set_attn_implementation(IMPLEMENTATION)
         stack.callback(module.set_attn_implementation, before)
+        stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         for one in module.modules():
             if _by_length(one):
                 stack.enter_context(mock.patch.dict(vars(one), {"forward": _rope(one)}))
@@ -102,6 +104,18 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
                 stack.callback(setattr, config, _EXPERTS, getattr(config, _EXPERTS))
                 setattr(config, _EXPERTS, IMPLEMENTATION)
         yield
+
+
+def _tensor(original: Callable) -> Callable:
+    """``torch.tensor`` whose numbers survive on the meta device: an operator of the graph holds them."""
+
+    @functools.wraps(original)
+    def tensor(data: Any, *args: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any):
+        if isinstance(data, (bool, int, float)) and not args and not kwargs:
+            return torch.full((), data, dtype=dtype, device=device)
+        return original(data, *args, dtype=dtype, device=device, **kwargs)
+
+    return tensor
 
 
 _EXPERTS = "_experts_implementation_internal"
@@ -266,17 +280,28 @@ def _rope(module: torch.nn.Module) -> Callable:
         def frequencies(seq_len: Any) -> torch.Tensor:
             return ROPE_INIT_FUNCTIONS[kind](module.config, x.device, seq_len=seq_len, **layer)[0]
 
-        def one(position: torch.Tensor, seq_len: torch.Tensor) -> Any:
-            return given(frequencies(seq_len), layer_type, x[:, :1], position.reshape(1, 1))
-
-        rows = torch.vmap(one)(position_ids[0], length[0])
-        return _each(lambda v: v.reshape(1, v.shape[0], v.shape[-1]), rows)
+        rows = given(_PerToken(frequencies(length.transpose(0, 1))), layer_type, x, position_ids.transpose(0, 1))
+        return tuple(v.transpose(0, 1) for v in rows) if isinstance(rows, tuple) else rows.transpose(0, 1)
 
     return by_length
 
 
-def _each(function: Callable, values: Any) -> Any:
-    return tuple(map(function, values)) if isinstance(values, tuple) else function(values)
+@dataclass(frozen=True)
+class _PerToken:
+    """Frequencies [T, D/2], each token its own, where the authors' code expects [D/2] for all: tokens stand where that
+    code has the batch, in both ways in which it multiplies frequencies and positions."""
+
+    values: torch.Tensor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """[None, :, None]: to be multiplied as a column with positions [T, 1, 1]."""
+        if index != (None, slice(None), None):
+            raise CaptureError(f"a rotary embedding takes {index} of its frequencies; expected [None, :, None].")
+        return self.values[:, :, None]
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """To be multiplied as a row with positions [T, 1, 1]."""
+        return self.values[:, None, :].to(*args, **kwargs)
 
 
 def _choose(condition: torch.Tensor, yes: Any, no: Any) -> Any:

@@ -72,13 +72,6 @@ def _linear(attrs, *operands):
     return (y + bias[0] if bias else y,)
 
 
-def _linear_down(b, a, *operands):
-    activation, (weight, *bias) = b.activation(operands)
-    expect(len(activation) == 1, "linear: quantised activations have no decomposition.")
-    product = b.dot_general(activation[0], weight, contract_x=(1,), contract_y=(1,))
-    return (b.add(product, bias[0]) if bias else product,)
-
-
 def _infer_linears(attrs, operands):
     activation, weights = split_activation(operands)
     return tuple(_check_weight("linears", activation, w) for w in weights)
@@ -205,7 +198,7 @@ ROWS = [
     OpRow("embedding", ("ids", "table"), _infer_embedding, lambda a, ids, table: (table[ids],), factors="t,vd->td",
           gathers=(1, 0), matrices=("table",)),
     OpRow("linear", ("x+", "weight", "bias?"), _infer_linear, _linear, factors="tk,nk,n->tn", cost=_linear_flops,
-          matrices=("weight",), decompose=_linear_down),
+          matrices=("weight",)),
     OpRow("linears", ("x+", "weights*"), _infer_linears, _linears, factors="tk,nk*->tn*", cost=_linear_flops,
           matrices=("weights*",),
           decompose=lambda b, a, *v: tuple(
