@@ -125,6 +125,6 @@ ROWS = [
     OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
     OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?"), _infer_attention, _attention,
-          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0}, factors="thd,thd,the,t,t,,h->the",
+          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0}, factors="thd,thd,the,t,t,h->the",
           cost=_attention_flops, state=5),
 ]
