@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, GptOssConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, LlamaConfig
 
 from adaptc.capture import capture_module
 from adaptc.errors import CaptureError
