@@ -49,8 +49,8 @@ def _compile_options(function):
     for item in reversed(fields(CompileOptions)):
         kind = click.Choice(CHOICES[item.name]) if item.name in CHOICES else type(item.default)
         flag = "--" + item.name.replace("_", "-")
-        function = click.option(flag, item.name, type=kind, default=item.default, show_default=True,
-                                help=_help_of(item.name))(function)
+        form = {"is_flag": True} if kind is bool else {"type": kind, "show_default": True}
+        function = click.option(flag, item.name, default=item.default, help=_help_of(item.name), **form)(function)
     return function
 
 

@@ -28,6 +28,7 @@ class CompileOptions:
     max_requests    requests one step can serve, and rows whose logits one step can give
     max_context     tokens a request may have, prompt included; 0 = what the model's config says
     level           CPU level of the kernels; "" = the target's default
+    trust_remote_code  runs modelling code that lies in the model's folder; off, only transformers' own
     """
 
     weights: str = "auto"
@@ -38,6 +39,7 @@ class CompileOptions:
     max_requests: int = 32
     max_context: int = 0
     level: str = ""
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         for name, valid in CHOICES.items():
@@ -49,6 +51,8 @@ class CompileOptions:
                 raise OptionError(f"{name} must be an integer of at least {least}, got {value!r}.")
         if not isinstance(self.level, str):
             raise OptionError(f"level must be a name, got {self.level!r}.")
+        if not isinstance(self.trust_remote_code, bool):
+            raise OptionError(f"trust_remote_code must be true or false, got {self.trust_remote_code!r}.")
 
     @property
     def kv_dtype(self) -> str:

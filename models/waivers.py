@@ -28,7 +28,7 @@ CONFIG: Mapping[str, str] = {
     "cache_implementation": "the compiled step has paged caches of its own",
     "model_type": "has chosen the configuration class",
     "architectures": _PROVENANCE,
-    "auto_map": "code that comes with a checkpoint is never run; transformers' own class of the model_type is",
+    "auto_map*": "names code that comes with a checkpoint; without --trust-remote-code transformers' own class is run",
     "transformers_version": _PROVENANCE,
     "_name_or_path": _PROVENANCE,
     "name_or_path": _PROVENANCE,

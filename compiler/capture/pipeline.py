@@ -24,7 +24,7 @@ def capture(source: Any) -> Program:
     CaptureError when the module can't be captured; InputError when its files say what no code reads, or lack tensors.
     """
     with source.account_config() as reads:
-        module = build.build(source.config)
+        module = source.module() or build.build(source.config, source.trust_remote_code)
         program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied))
     reads.check()
     return program

@@ -33,8 +33,9 @@ class HuggingFaceSource(Source):
 
     kind = "huggingface"
 
-    def __init__(self, folder: Path, name: str | None = None):
+    def __init__(self, folder: Path, name: str | None = None, *, trust_remote_code: bool = False):
         self.folder = folder
+        self.trust_remote_code = trust_remote_code
         self.name = name or folder.resolve().name
         self._given = _read_json(folder / "config.json")
         self._check_config()
@@ -53,14 +54,17 @@ class HuggingFaceSource(Source):
         from transformers import CONFIG_MAPPING, AutoConfig
 
         kind = self._given["model_type"]
-        if kind not in CONFIG_MAPPING:
+        own = "auto_map" in self._given
+        if kind not in CONFIG_MAPPING and not (own and self.trust_remote_code):
             raise UnsupportedError(
                 f"config.json of {self.name} has the model_type {kind!r}, which the installed transformers "
                 "doesn't have.",
-                hint="Is the name right? A newer transformers may know it.",
+                hint="The folder brings code of its own: look at it, and run it with --trust-remote-code." if own
+                else "Is the name right? A newer transformers may know it.",
             )
         try:
-            return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            return AutoConfig.from_pretrained(self.folder, local_files_only=True,
+                                              trust_remote_code=own and self.trust_remote_code)
         except Exception as error:  # validation errors of transformers share no narrower class
             raise InputError(f"config.json of {self.name} is no valid configuration: {error}") from error
 

@@ -24,7 +24,7 @@ from adaptc.sources.text import TextBundle
 class Source(ABC):
     """A model as published. Opening it checks the files' structure; everything else happens when it is asked for.
 
-    kind      "gguf" or "huggingface"
+    kind      "gguf", "huggingface" or "module"
     name      the file's or folder's name, or the hub id
     tensors   the files' tensors by the files' own names
     """
@@ -32,6 +32,8 @@ class Source(ABC):
     kind: str
     name: str
     tensors: Mapping[str, SourceTensor]
+    trust_remote_code: bool = False
+    """Whether modelling code that comes with the model may run."""
 
     @cached_property
     @abstractmethod
@@ -53,6 +55,10 @@ class Source(ABC):
     @abstractmethod
     def text(self) -> TextBundle:
         """Tokenizer, chat template and stop tokens."""
+
+    def module(self) -> Any:
+        """The authors' module without weights, if the source has one; None when it is built from ``config``."""
+        return None
 
     @cached_property
     def hashes(self) -> dict[str, str]:
