@@ -49,7 +49,7 @@ def _rename(plain: Path, other: Path, model_type: str) -> Path:
         package = modelling.__name__.rpartition(".")[0]
         text = re.sub(r"from \.configuration_\w+ import", "from .configuration_renamed import", text)
         text = re.sub(r"^from (\.+)(\w[\w.]*)? ?import", lambda m: _absolute(package, m), text, flags=re.MULTILINE)
-        text = re.sub(r"^@auto_docstring.*?\n(?=@|class|    |def)", "", text, flags=re.MULTILINE)
+        text = _undocumented(text)
         (other / file).write_text(text)
     stated = json.loads((plain / "config.json").read_text())
     heads = {"AutoConfig": "configuration_renamed.RenamedConfig",
@@ -66,6 +66,13 @@ def _rename(plain: Path, other: Path, model_type: str) -> Path:
     return other
 
 
+def _undocumented(text: str) -> str:
+    """Without the decorator that writes docstrings from transformers' own table of models."""
+    plain = "def _plain(*a, **k):\n    return a[0] if a and callable(a[0]) else lambda f: f\n\n\n"
+    start = re.search(r"^(@|class |def )", text, flags=re.MULTILINE).start()
+    return text[:start] + plain + re.sub(r"@auto_docstring\b", "@_plain", text[start:])
+
+
 def _absolute(package: str, match: re.Match) -> str:
     dots, rest = match[1], match[2] or ""
     if rest.startswith("configuration_renamed"):
@@ -77,6 +84,7 @@ def _absolute(package: str, match: re.Match) -> str:
 def _words(module, model_type: str, source: str) -> dict[str, str]:
     """Names of submodules, parameters and buffers that the file itself gives, each with another one."""
     leaves = {part for name, _ in [*module.named_modules(), *module.named_parameters()] for part in name.split(".")}
-    own = sorted(leaf for leaf in leaves if leaf and not leaf.isdigit() and leaf not in KEPT
+    kept = KEPT | ({"down_proj"} if "experts" in leaves else set())
+    own = sorted(leaf for leaf in leaves if leaf and not leaf.isdigit() and leaf not in kept
                  and re.search(rf"self\.{leaf} = ", source))
     return {name: f"part_{i}" for i, name in enumerate(own)}

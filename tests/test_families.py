@@ -91,3 +91,25 @@ def test_a_transposed_weight_is_bound_not_computed(tmp_path):
     assert "adaptc.transpose" not in used and "adaptc.linear" in used
     turned = [w for w in program.weights().values() if w.rows == ("transpose", 0)]
     assert len(turned) == 8 and all(w.name == f"{w.tensor}.T" for w in turned)
+
+
+def test_a_module_in_memory(tmp_path):
+    """Its weights in bfloat16, one pair tied: compiled as the directory of it is, and left as it was."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = families.write(tmp_path / "written", "llama3", 0)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    module.save_pretrained(tmp_path / "model")
+    families.compile_family(module, tmp_path / "memory.adapt")
+    families.compile_family(tmp_path / "model", tmp_path / "folder.adapt")
+    logits = []
+    for name in ("memory", "folder"):
+        with adaptc.load(tmp_path / f"{name}.adapt", threads=1) as session:
+            logits.append(session.score(families.tokens_of(30, 1)))
+    assert np.array_equal(*logits)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module.config.dtype == module.dtype == torch.bfloat16
+    with pytest.raises(adaptc.errors.UnsupportedError, match="isn't a transformers model"):
+        families.compile_family(torch.nn.Linear(2, 2), tmp_path / "x.adapt")
