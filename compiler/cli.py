@@ -52,8 +52,9 @@ def _compile_options(function):
         many = item.metadata.get("repeatable", False)
         kind = click.Choice(CHOICES[item.name]) if item.name in CHOICES else type(item.default)
         flag = "--" + item.name.replace("_", "-")
-        function = click.option(flag, item.name, type=kind, default=() if many else item.default,
-                                multiple=many, show_default=True, help=_help_of(item.name))(function)
+        form = {"is_flag": True} if kind is bool else {"type": kind, "multiple": many, "show_default": True}
+        function = click.option(flag, item.name, default=() if many else item.default, help=_help_of(item.name),
+                                **form)(function)
     return function
 
 

@@ -70,11 +70,12 @@ def _silent(what: str, done: int, total: int) -> None:
     pass
 
 
-def compile_model(model: str | os.PathLike, target: str = "cpu", *, output: str | os.PathLike,
+def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
                   from_ir: str | os.PathLike | None = None, goldens: str | os.PathLike | None = None,
                   force: bool = False, workers: int | None = None, progress: Progress = _silent,
                   **options: Any) -> CompileReport:
-    """Compiles ``model`` (a GGUF file, a Hugging Face directory or a hub id) for ``target`` into ``output``.
+    """Compiles ``model`` (a GGUF file, a Hugging Face directory, a hub id, or a transformers module in memory) for
+    ``target`` into ``output``.
 
     from_ir   a printed stage to start from instead of the captured graph; weights and tokenizer come from ``model``
     goldens   a file made by ``adaptc golden``, stored in the artifact
@@ -98,7 +99,7 @@ def compile_model(model: str | os.PathLike, target: str = "cpu", *, output: str 
     given = _parse_stage(from_ir) if from_ir else None
     report = CompileReport(str(output), "", target, setup.levels, setup.options.to_dict())
     with report.timed("open"):
-        source = open_source(model)
+        source = open_source(model, trust_remote_code=chosen.trust_remote_code)
         report.model = source.name
         golden_bytes = read_goldens(goldens, source) if goldens else None
     with report.timed("capture"):
@@ -337,7 +338,7 @@ def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tup
     from adaptc.artifact_format import CAPTURED, MANIFEST
     from adaptc.sources import open_source
 
-    if (Path(what) / MANIFEST).is_file():
+    if not hasattr(what, "named_parameters") and (Path(what) / MANIFEST).is_file():
         from adaptc.runtime.loader import load_artifact
 
         if asked := sorted(k for k, v in CompileOptions.of(options).to_dict().items() if v != getattr(DEFAULTS, k)):
@@ -347,7 +348,7 @@ def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tup
         setup = _Setup.of(artifact.manifest["target"], CompileOptions.of(dict(artifact.manifest["options"])))
         return _parse_stage(Path(what) / CAPTURED), setup
     setup = _Setup.of(target, CompileOptions.of(options))
-    return _capture(open_source(what)), setup
+    return _capture(open_source(what, trust_remote_code=setup.options.trust_remote_code)), setup
 
 
 def _memory(plan: "Plan") -> dict[str, int]:

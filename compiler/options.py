@@ -34,6 +34,7 @@ class CompileOptions:
     max_context     tokens a request may have, prompt included; 0 = what the model's config says
     level           levels of the kernels, by comma, e.g. x86-64-v3,x86-64-v4+avx512vnni: the artifact holds each, and
                     loading chooses; native = this machine's highest; "" = the target's default
+    trust_remote_code  runs modelling code that lies in the model's folder; off, only transformers' own
     """
 
     weights: str = "auto"
@@ -44,6 +45,7 @@ class CompileOptions:
     max_requests: int = 32
     max_context: int = 0
     level: str = field(default="", metadata={"repeatable": True})
+    trust_remote_code: bool = False
 
     def __post_init__(self):
         for name, valid in CHOICES.items():
@@ -55,6 +57,8 @@ class CompileOptions:
                 raise OptionError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}.")
         if not isinstance(self.level, str):
             raise OptionError(f"level must be a name, got {self.level!r}.")
+        if not isinstance(self.trust_remote_code, bool):
+            raise OptionError(f"trust_remote_code must be true or false, got {self.trust_remote_code!r}.")
 
     @property
     def kv_dtype(self) -> str:

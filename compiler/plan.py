@@ -160,7 +160,8 @@ class Plan:
     segments: tuple[Segment, ...]
     inputs: dict[str, str]
     """Role → buffer handle. Roles: tokens i32[T], positions i32[T], requests i32[T] (row of the block tables of
-    each token's request), sampled i32[S] (token rows whose logits are wanted), and pages:<group> i32[R, max_pages]."""
+    each token's request), sampled i32[S] (token rows whose logits are wanted), pages:<group> i32[R, max_pages], and, if a
+    result depends on it, lengths i32[R] (tokens that each request may come to have, as it declared)."""
     outputs: dict[str, str]
     """Role → buffer handle. Role: logits f32[S, vocabulary]."""
     version: int = PLAN_VERSION

@@ -39,6 +39,13 @@ class Architecture:
     derived: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
 
 
+def _gemma2(metadata: Metadata) -> dict[str, Any]:
+    """Attention's scale: llama.cpp recognises the 27B model by its 46 layers and divides by width/heads there."""
+    if metadata["block_count"] == 46:
+        return {"query_pre_attn_scalar": metadata["embedding_length"] // metadata["attention.head_count"]}
+    return {"query_pre_attn_scalar": metadata["attention.key_length"]}
+
+
 def _gemma3(metadata: Metadata) -> dict[str, Any]:
     """Attention's scale: llama.cpp recognises the 27B model by its 62 layers and divides by width/heads there."""
     if metadata["block_count"] == 62:
@@ -56,6 +63,26 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             r"\.self_attn\.q_proj\.(weight|bias)$": "num_attention_heads",
             r"\.self_attn\.k_proj\.(weight|bias)$": "num_key_value_heads",
         },
+    ),
+    "qwen2": Architecture(model_type="qwen2", tensor_names="QWEN2"),
+    "qwen3": Architecture(
+        model_type="qwen3",
+        tensor_names="QWEN3",
+        keys={"attention.key_length": "head_dim"},
+        same_as={"attention.value_length": "attention.key_length", "rope.dimension_count": "attention.key_length"},
+    ),
+    "phi3": Architecture(model_type="phi3", tensor_names="PHI3", keys={"attention.sliding_window": "sliding_window"}),
+    "starcoder2": Architecture(model_type="starcoder2", tensor_names="STARCODER2", keys={"rope.freq_base": "rope_theta"}),
+    "gemma2": Architecture(
+        model_type="gemma2",
+        tensor_names="GEMMA2",
+        keys={
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        same_as={"attention.value_length": "attention.key_length", "rope.dimension_count": "attention.key_length"},
+        offsets={r"norm\.weight$": -1.0},
+        derived=_gemma2,
     ),
     "gemma3": Architecture(
         model_type="gemma3_text",

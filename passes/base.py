@@ -10,7 +10,7 @@ from typing import Callable, ClassVar, Protocol
 
 from adaptc.errors import LegalityError
 from adaptc.ir import legality
-from adaptc.ir.functions import bodies
+from adaptc.ir.functions import bodies, matrices
 from adaptc.ir.module import STAGES, Program
 from adaptc.ir.rewrite import dead_nodes, definer, nodes, spec
 
@@ -74,8 +74,9 @@ def _paged(program: Program) -> str:
 
 
 def _stored(program: Program) -> str:
+    packed = matrices(program)
     for weight in program.weights().values():
-        if len(weight.spec.shape) == 2 and weight.spec.format is None:
+        if weight.name in packed and weight.spec.format is None:
             return f"weight {weight.name!r} has no storage format"
     return ""
 

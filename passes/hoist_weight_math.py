@@ -15,7 +15,7 @@ from adaptc.ir.rewrite import Node, definer, nodes, remove_dead, rewrite, scalar
 
 @dataclass(frozen=True)
 class HoistWeightMath:
-    """Elementwise operators on weights alone move from a body to its callers; (w + c) - c on a weight becomes w.
+    """Elementwise operators and transposes on weights alone move from a body to its callers; (w + c) - c on a weight becomes w.
 
     A model may add a constant to a parameter (norms that scale by 1 + weight) that its file had subtracted or has
     already added. The two meet only in @step. They cancel exactly on weights, where the constant is part of how the
@@ -46,8 +46,10 @@ def weight_values(program: Program) -> set[ir.Value]:
 
 
 def _arithmetic(node: Node, weights: set[ir.Value]) -> bool:
-    """Whether an operator is elementwise on values of ``weights`` and scalar constants alone."""
-    if node.row is None or not node.row.elementwise or node.op.regions:
+    """Whether an operator is elementwise on values of ``weights`` and scalar constants alone, or moves the elements of
+    one about."""
+    moves = node.row is not None and node.row.views and not node.row.aliases
+    if node.row is None or not (node.row.elementwise or moves) or node.op.regions:
         return False
     return any(v in weights for v in node.operands) and all(
         v in weights or scalar(v) is not None for v in node.operands

@@ -11,6 +11,7 @@ from adaptc.ir import legality
 from adaptc.ir.module import STAGES, Program
 from adaptc.options import CompileOptions
 from adaptc.passes.base import Pass, run_pass
+from adaptc.passes.bind_transposes import BindTransposes
 from adaptc.passes.clean_up import CleanUp
 from adaptc.passes.decompose import Decompose
 from adaptc.passes.drop_unit_dims import DropUnitDims
@@ -43,6 +44,8 @@ def fusion() -> tuple[Pass, ...]:
         CleanUp(),
         # needs bodies as captured; before norms are raised, as (w - 1) + 1 must be w when the norm reads it
         HoistWeightMath(),
+        # transposes of weights stand in @step then, beside the weights
+        BindTransposes(),
         CleanUp(),
         # bigger patterns are made of smaller ones: norms from arithmetic before views move, as a view that splits the
         # normalised axis would pass the arithmetic and tear it apart, but doesn't pass a norm

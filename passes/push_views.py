@@ -245,4 +245,5 @@ THROUGH: dict[str, Callable[[Node, View], Restated]] = {
     "slice": _slice,
     "concat": _concat,
     "rms_norm": _last_axis,
+    "layer_norm": _last_axis,
 }

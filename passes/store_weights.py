@@ -8,7 +8,7 @@ from typing import ClassVar
 from adaptc.errors import one_of
 from adaptc.formats import CHOICES, FORMATS, WeightFormat
 from adaptc.ir import dialect
-from adaptc.ir.functions import retype
+from adaptc.ir.functions import matrices, retype
 from adaptc.ir.module import Program, Weight
 
 
@@ -31,8 +31,9 @@ class StoreWeights:
             raise one_of("weight format", self.weights, ("auto", *CHOICES))
         types, notes = {}, []
         with program.editing():
+            packed = matrices(program)
             for weight in program.weights().values():
-                stored, reason = storage_format(weight, self.weights)
+                stored, reason = storage_format(weight, self.weights) if weight.name in packed else (None, "")
                 types[weight.name] = dialect.to_type(replace(weight.spec, format=stored))
                 notes += [f"weight {weight.name!r} is stored as {stored.name}: {reason}."] if reason else []
         retype(program, types)
@@ -42,13 +43,11 @@ class StoreWeights:
 
 
 def storage_format(weight: Weight, choice: str) -> tuple[WeightFormat | None, str]:
-    """The format for a weight, and why it isn't the chosen one ("" when it is). Vectors have none: they are dense
+    """The format for a matrix, and why it isn't the chosen one ("" when it is). Other weights have none: they are dense
     float32, which is nothing beside the matrices and keeps norms exact."""
     shape = weight.spec.shape
-    if len(shape) != 2:
-        return None, ""
     wanted = FORMATS[weight.stored if choice == "auto" else CHOICES[choice]]
     block = wanted.superblock
-    if block and shape[1] % block:
-        return FORMATS["f32"], f"its {shape[1]} columns don't divide into blocks of {block}, as {wanted.name} needs"
+    if block and shape[-1] % block:
+        return FORMATS["f32"], f"its {shape[-1]} columns don't divide into blocks of {block}, as {wanted.name} needs"
     return wanted, ""

@@ -44,7 +44,7 @@ class _Request:
     """
 
     __slots__ = ("id", "tokens", "count", "length", "prompt", "sampling", "stop_ids", "logits_from", "logits_out",
-                 "chunk", "budget", "tables", "family", "waits")  # fmt: skip
+                 "chunk", "budget", "tables", "family", "waits", "maximum")  # fmt: skip
 
 
 class _Family:
@@ -101,6 +101,7 @@ class Engine:
         self._positions = executable.inputs("positions")
         self._request_rows = executable.inputs("requests")
         self._sampled = executable.inputs("sampled")
+        self._lengths = executable.inputs("lengths") if "lengths" in plan.inputs else None
         self._tables = [executable.inputs(f"pages:{group.name}") for group in plan.groups]
         self._logits = executable.outputs("logits")
         self._range = np.arange(max(plan.max_context, plan.max_step_tokens), dtype=np.int32)
@@ -223,6 +224,7 @@ class Engine:
         family.members = {request.id for request in members}
         for request in members:
             request.family, request.budget, request.waits = family, budget, request is not members[0]
+            request.maximum = maximum
         self._waiting.extend(members)
         return [request.id for request in members]
 
@@ -323,6 +325,8 @@ class Engine:
             self._tokens[t : t + chunk.count] = chunk.request.tokens[start:end]
             self._positions[t : t + chunk.count] = self._range[start:end]
             self._request_rows[t : t + chunk.count] = row
+            if self._lengths is not None:
+                self._lengths[row] = chunk.request.maximum
             for group, table, out in zip(self._groups, chunk.request.tables, self._tables):
                 for old, new in table.own(start):
                     self._copy_page(group, old, new)

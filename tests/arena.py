@@ -44,7 +44,7 @@ class Arena:
         inputs = dict(zip(ROLES, (tokens, positions, requests, sampled)))
         self.sizes = {"T": len(tokens), "S": len(sampled), "R": 1}
         logits = Held()
-        self._run(self.program.step, [Held(np.asarray(inputs[r], np.int32)) for r in ROLES], [logits], 0)
+        self._run(self.program.step, [Held(np.asarray(inputs[r], np.int32)) for r in self.program.roles], [logits], 0)
         return logits.value
 
     def _run(self, function, arguments, results, base: int) -> None:

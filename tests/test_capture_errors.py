@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, GptOssConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, LlamaConfig
 
 from adaptc.capture import capture_module
 from adaptc.errors import CaptureError
@@ -82,10 +83,14 @@ def test_every_unknown_operator_is_listed():
 
 
 def test_attention_keywords_without_a_meaning_here():
-    config = GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, head_dim=8,
-                          layer_types=["full_attention"])
-    message = error(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    assert "s_aux" in message and "model.layers.0.self_attn" in message and "GptOssAttention" in message
+    from transformers.models.llama import modeling_llama
+
+    module = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), dtype=torch.float32)
+    original = modeling_llama.LlamaAttention.forward
+    attend = lambda self, *args, **kwargs: original(self, *args, **kwargs, position_bias=torch.ones(1))  # noqa: E731
+    with mock.patch.object(modeling_llama.LlamaAttention, "forward", attend):
+        message = error(module)
+    assert "position_bias" in message and "model.layers.0.self_attn" in message and "LlamaAttention" in message
 
 
 def test_masks_of_another_kind():

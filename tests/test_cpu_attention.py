@@ -244,3 +244,34 @@ def test_bfloat16_keeps_nan_and_infinity():
 
 def test_widths_that_do_not_fill_vectors_are_declined():
     assert attention.SELECT["attention"](Cache(width=12).spec) is None
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_sinks(window):
+    """A head's sink takes its share of the softmax; chunked and alone it gives the same bits."""
+    cache = Cache(lengths=(23,), window=window, seed=3)
+    sinks = np.random.default_rng(1).normal(0, 3, 4).astype(np.float32)
+    plain = cache.expected(0, list(range(23)))
+    q, k, _ = cache.data[0]
+    keys = rounded(k, cache.dtype).astype(np.float64)
+    want = np.empty_like(plain)
+    for t in range(23):
+        lo = max(0, t - window + 1) if window else 0
+        for h in range(4):
+            scores = keys[lo : t + 1, h // 2] @ q[t, h].astype(np.float64) * cache.scaling
+            top = max(scores.max(), sinks[h])
+            total = np.exp(scores - top).sum()
+            want[t, h] = plain[t, h] * total / (total + np.exp(sinks[h] - top))
+    cache.spec = OpSpec("attention", (*cache.spec.operands, TensorSpec("f32", (4,))), cache.spec.results, cache.spec.attrs)
+
+    def step(positions, threads=1):
+        parts = [np.stack([cache.data[0][i][p] for p in positions]) for i in range(3)]
+        where = np.array(positions, np.int32), np.zeros(len(positions), np.int32)
+        return run(attention, cache.spec, (*parts, *where, (cache.pool, cache.table), sinks), (len(positions), 1, 1),
+                   threads)[0]
+
+    whole = step(list(range(23)))
+    np.testing.assert_allclose(whole, want, atol=2e-6)
+    assert np.array_equal(step(list(range(23)), 3), whole)
+    for p in range(23):
+        assert np.array_equal(step([p])[0], whole[p])

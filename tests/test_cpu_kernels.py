@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from adaptc.backends.cpu.kernels import elementwise, move, norm, reduce, rows, vmath
+from adaptc import blocks
+from adaptc.backends.cpu.kernels import elementwise, move, norm, reduce, routing, rows, vmath
 from adaptc.backends.cpu.kernels.base import Emitter, Family, vec
+from adaptc.backends.cpu.packing import pack, unpack
 from adaptc.formats import FORMATS
 from adaptc.protocol import OpSpec, TensorSpec
 from cpu_kernel import NUMPY, native, run
@@ -272,6 +274,81 @@ def test_norm_of_small_numbers_keeps_eps():
     x, weight = np.full((1, 64), 1e-4, np.float32), np.ones(64, np.float32)
     (got,) = check(norm, "rms_norm", [x, weight], [(1, 64), (64,), (1, 64)], {"eps": 1e-6})
     np.testing.assert_allclose(got, 1e-4 / np.sqrt(1e-8 + 1e-6), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [("T", 64), ("T", 20), ("T", 3, 8)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norm(shape, bias):
+    x, weight, shift = tensor(shape) + 3, tensor(shape[-1:]), tensor(shape[-1:])
+    extra = [shift] if bias else []
+    (got,) = check(norm, "layer_norm", [x, weight, *extra], [shape, *[shape[-1:]] * (1 + bias), shape], {"eps": 1e-5})
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(-1, keepdims=True)
+    want = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weight + (shift if bias else 0)
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+
+
+# ---- routing
+
+
+@pytest.mark.parametrize("lead", [("T",), ("T", 3)])
+def test_top_k(lead):
+    x = np.round(tensor((*lead, 11)), 1)  # ties
+    x[0, ..., 3:] = -np.inf
+    x[1] = 2.0
+    spec = OpSpec("top_k", (TensorSpec("f32", (*lead, 11)),), tuple(TensorSpec(d, (*lead, 4)) for d in ("f32", "i32")),
+                  {"k": 4})
+    for threads in (1, 3):
+        values, indices = run(routing, spec, [x], (T, 1, 1), threads)
+        order = np.argsort(-x, axis=-1, kind="stable")[..., :4]
+        np.testing.assert_array_equal(indices, order)
+        np.testing.assert_array_equal(values, np.take_along_axis(x, order, -1))
+
+
+@pytest.mark.parametrize("format, k", [("f32", 40), ("bf16", 64), ("q8_0", 64), ("q4_k", 256)])
+@pytest.mark.parametrize("each, bias, n", [(False, False, 24), (True, True, 13)])
+def test_expert_linear(format, k, each, bias, n):
+    """Against float64; experts that nobody chose may hold anything, and a row's bits don't depend on others."""
+    experts, slots = 6, 2
+    rng = np.random.default_rng(4)
+    stored = FORMATS[format]
+    values = rng.standard_normal((experts, n, k)).astype(np.float32)
+    codes = blocks.quantize(stored, values) if format != "q4_k" else random_codes(rng, stored, (experts, n, k))
+    weight = blocks.dequantize(stored, codes).astype(np.float64)
+    packed = np.frombuffer(pack(stored, (experts, n, k), codes), np.uint8)
+    unpacked = unpack(stored, (experts, n, k), packed)
+    assert all(np.array_equal(unpacked[name], codes[name]) for name in codes)
+    chosen = rng.integers(0, experts - 1, (T, slots)).astype(np.int32)
+    x = rng.standard_normal((T, slots, k) if each else (T, k)).astype(np.float32)
+    shift = rng.standard_normal((experts, n)).astype(np.float32)
+    spoiled = packed.reshape(experts, -1).copy()
+    spoiled[-1] = 0xFF  # NaN in the float formats
+    spoiled = spoiled.reshape(-1)
+
+    def got(rows: slice, threads: int) -> np.ndarray:
+        specs = (TensorSpec("f32", ("T", slots, k) if each else ("T", k)), TensorSpec("i32", ("T", slots)),
+                 TensorSpec("f32", (experts, n, k), stored), *([TensorSpec("f32", (experts, n))] if bias else []))
+        spec = OpSpec("expert_linear", specs, (TensorSpec("f32", ("T", slots, n)),), {})
+        count = len(chosen[rows])
+        return run(routing, spec, [x[rows], chosen[rows], spoiled, *([shift] if bias else [])], (count, 1, 1), threads)[0]
+
+    whole = got(slice(None), 1)
+    wide = x.astype(np.float64) if each else np.repeat(x[:, None], slots, 1).astype(np.float64)
+    want = np.einsum("tsk,tsnk->tsn", wide, weight[chosen]) + (shift[chosen] if bias else 0)
+    np.testing.assert_allclose(whole, want, atol=2e-5 * np.abs(want).max())
+    assert np.array_equal(got(slice(None), 3), whole)
+    for row in range(T):  # one token takes its experts one by one, many go expert by expert
+        assert np.array_equal(got(slice(row, row + 1), 2)[0], whole[row])
+
+
+def random_codes(rng, format, shape):
+    lead, k = shape[:-1], shape[-1]
+    return {
+        "codes": rng.integers(0, 16, shape, np.uint8), "scale0": rng.integers(0, 64, (*lead, k // 32), np.uint8),
+        "min0": rng.integers(0, 64, (*lead, k // 32), np.uint8),
+        "scale1": rng.random((*lead, k // 256)).astype(np.float16) / 64,
+        "min1": rng.random((*lead, k // 256)).astype(np.float16) / 64,
+    }  # fmt: skip
 
 
 # ---- rows

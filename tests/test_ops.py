@@ -113,14 +113,21 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                      Sample((*CODES, f(5, 64), f(5, 64)), {"act": "silu"}, quantized(64))),
     "rms_norm": (Sample((f("T", 6), f(6)), {"eps": 1e-5}), Sample((f("T", 3, 6), f(6)), {"eps": 1e-6})),
     "add_rms_norm": (Sample((f("T", 6), f("T", 6), f(6)), {"eps": 1e-5}),),
+    "layer_norm": (Sample((f("T", 6), f(6)), {"eps": 1e-5}), Sample((f("T", 3, 6), f(6), f(6)), {"eps": 1e-6})),
+    "top_k": (Sample((f("T", 7),), {"k": 3}), Sample((f("T", 2, 4),), {"k": 1})),
+    "take_along": (Sample((f("T", 7), t("i32", "T", 3)), given={1: lambda r, s: r.integers(0, 7, (s["T"], 3), np.int32)}),),
+    "expert_linear": tuple(
+        Sample((x, t("i32", "T", 2), f(6, 5, 8), *bias), given={1: lambda r, s: r.integers(0, 4, (s["T"], 2), np.int32)})
+        for x, bias in ((f("T", 8), ()), (f("T", 2, 8), (f(6, 5),)))),
     "quantize": (Sample((f("T", 64),), {"group": 32}),),
     "rope": (Sample((f("T", 3, 8), f("T", 8), f("T", 8))),),
     "attention": (Sample((*HEADS, KV), {"scaling": 0.3}, ATTENTION),
                   Sample((*HEADS, replace(KV, dtype="bf16", window=2)), {"scaling": 0.3, "window": 2, "softcap": 5.0},
-                         ATTENTION)),
+                         ATTENTION),
+                  Sample((*HEADS, KV, f(4)), {"scaling": 0.3}, ATTENTION)),
 }
 
-LEAVES = {"attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
+LEAVES = {"expert_linear", "top_k", "attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
           "pow"}
@@ -224,7 +231,8 @@ def test_factor_rules_parse_and_fit(name):
     left, right = (side.split(",") for side in operator.factors.split("->"))
     assert all(re.fullmatch(r"(\.\.\.)?[a-z]*(\.\.\.)?\*?", term) for term in left + right)
     assert len(left) == len(operator.operands) - (operator.state is not None)
-    assert [term.endswith("*") for term in left] == [o.endswith("*") for o in operator.operands[: len(left)]]
+    tensors = [o for i, o in enumerate(operator.operands) if i != operator.state]
+    assert [term.endswith("*") for term in left] == [o.endswith("*") for o in tensors]
     for sample in SAMPLES[name]:
         results = operator.results(sample.attrs, sample.operands)
         assert right[0].endswith("*") or len(right) == len(results)
@@ -482,6 +490,35 @@ def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window
     np.testing.assert_allclose(whole, plain_attention(q, store(k, dtype), store(v, dtype), **attrs), rtol=1e-5,
                                atol=1e-6)
     np.testing.assert_array_equal(run([1, 2, 7]), whole)
+
+
+def test_a_sink_is_a_score_without_a_value():
+    """Torch's softmax over the scores and the sink, whose column is then dropped (transformers' gpt-oss)."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((5, h, 8)).astype(np.float32) for h in (4, 2, 2))
+    sinks = rng.standard_normal(4).astype(np.float32)
+    state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", 0, 0, 0, 0))
+    (got,) = row("attention").meaning({"scaling": 0.3, "window": 0, "softcap": 0.0}, q, k, v, np.arange(5),
+                                      np.zeros(5, int), state, sinks)
+    wide = lambda x: torch.tensor(x).repeat_interleave(2, 1).transpose(0, 1).double()  # noqa: E731
+    scores = torch.tensor(q).transpose(0, 1).double() @ wide(k).transpose(1, 2) * 0.3
+    scores = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
+    scores = torch.cat([scores, torch.tensor(sinks).double()[:, None, None].expand(4, 5, 1)], -1)
+    want = (scores.softmax(-1)[..., :-1] @ wide(v)).transpose(0, 1)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_top_k_takes_the_lower_index_of_equal_elements():
+    values, indices = row("top_k").meaning({"k": 3}, np.array([[1, 5, 5, -np.inf], [2, 2, 2, 2]], np.float32))
+    assert values.tolist() == [[5, 5, 1], [2, 2, 2]] and indices.tolist() == [[1, 2, 0], [0, 1, 2]]
+
+
+def test_layer_norm_is_torchs():
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.standard_normal(s).astype(np.float32) for s in ((4, 3, 6), (6,), (6,)))
+    (got,) = row("layer_norm").meaning({"eps": 1e-5}, x, w, b)
+    want = torch.nn.functional.layer_norm(*map(torch.tensor, (x,)), (6,), torch.tensor(w), torch.tensor(b), 1e-5)
+    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_attention_names_a_request_whose_rows_are_missing():

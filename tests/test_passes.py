@@ -27,10 +27,18 @@ NAMES = sorted(m.name for m in pkgutil.iter_modules(adaptc.passes.__path__) if m
 def meaning(program: Program) -> np.ndarray:
     """Logits of two requests over a prefill and a decode step, with random weights."""
     rng = np.random.default_rng(3)
-    weights = {n: rng.standard_normal(w.spec.shape).astype(np.float32) for n, w in sorted(program.weights().items())}
+    weights = {n: _drawn(rng, w) for n, w in sorted(program.weights().items())}
     reference = Reference(program, weights.__getitem__)
     first = reference.step(rng.integers(0, 8, 6), [0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1], [2, 5])
     return np.concatenate([first, reference.step([1, 2], [3, 3], [0, 1], [0, 1])])
+
+
+def _drawn(rng, weight) -> np.ndarray:
+    """Values of the file's tensor, as the weight's rule says."""
+    turned = weight.rows[:1] == ("transpose",)
+    shape = weight.spec.shape[:-2] + weight.spec.shape[:-3:-1] if turned else weight.spec.shape
+    stored = rng.standard_normal(shape).astype(np.float32)
+    return np.ascontiguousarray(stored.swapaxes(-1, -2)) if turned else stored
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)

@@ -122,7 +122,7 @@ def test_other_versions_are_refused(tmp_path, version, message):
 
 
 def test_an_unknown_architecture_lists_the_supported_ones(tmp_path):
-    with pytest.raises(UnsupportedError, match="architecture 'falcon'; adaptc reads llama, gemma3"):
+    with pytest.raises(UnsupportedError, match="architecture 'falcon'; adaptc reads llama, .*gemma3"):
         open_source(tiny_gguf.write(tmp_path / "m.gguf", named="falcon"))
 
 

@@ -196,14 +196,19 @@ def blocks(n: int) -> int:
     return -(-n // BLOCK)
 
 
-def packed_bytes(format: WeightFormat, shape: tuple[int, int]) -> int:
-    """Bytes of a packed weight of ``shape`` (rows N, columns K): the file's, with rows rounded up to 8."""
+def packed_bytes(format: WeightFormat, shape: tuple[int, ...]) -> int:
+    """Bytes of a packed weight of ``shape`` (rows N, columns K): the file's, with rows rounded up to 8. Weights
+    [E, N, K] are E such matrices, one after the other."""
+    if len(shape) == 3:
+        return shape[0] * packed_bytes(format, shape[1:])
     n, k = _checked(format, shape)
     return blocks(n) * (code_block_bytes(format, k) + scale_block_bytes(format, k))
 
 
-def pack(format: WeightFormat, shape: tuple[int, int], codes: Codes) -> bytes:
+def pack(format: WeightFormat, shape: tuple[int, ...], codes: Codes) -> bytes:
     """A weight in packed layout from its unpacked codes (arrays of N rows as in ``adaptc.blocks``). Loses nothing."""
+    if len(shape) == 3:
+        return b"".join(pack(format, shape[1:], {n: a[i] for n, a in codes.items()}) for i in range(shape[0]))
     n, k = _checked(format, shape)
     out = np.empty(packed_bytes(format, shape), np.uint8)
     if format.is_float:
@@ -227,9 +232,12 @@ def pack(format: WeightFormat, shape: tuple[int, int], codes: Codes) -> bytes:
     return out.tobytes()
 
 
-def unpack(format: WeightFormat, shape: tuple[int, int],
+def unpack(format: WeightFormat, shape: tuple[int, ...],
            data: bytes | memoryview | np.ndarray) -> dict[str, np.ndarray]:
     """The codes mapping that ``pack`` was given, bit for bit."""
+    if len(shape) == 3:
+        pieces = [unpack(format, shape[1:], piece) for piece in np.frombuffer(data, np.uint8).reshape(shape[0], -1)]
+        return {name: np.stack([piece[name] for piece in pieces]) for name in pieces[0]}
     n, k = _checked(format, shape)
     raw = np.frombuffer(data, np.uint8)
     if raw.size != packed_bytes(format, shape):

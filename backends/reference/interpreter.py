@@ -31,13 +31,14 @@ class Reference:
         self.states = {name: RowState(slot.spec) for name, slot in program.states().items()}
         self.functions = program.functions()
 
-    def step(self, tokens, positions, requests, sampled, observe: Observer | None = None) -> np.ndarray:
+    def step(self, tokens, positions, requests, sampled, observe: Observer | None = None, lengths=None) -> np.ndarray:
         """Logits f32[S, V] of the rows ``sampled``; rows are appended to the states at ``positions``.
 
         ``requests`` numbers each token's request; a number means the same request, and the same cache, in every step.
+        ``lengths`` are the tokens that each request, by its number, may come to have; needed if the program asks.
         """
-        inputs = dict(zip(ROLES, (tokens, positions, requests, sampled)))
-        arguments = [np.asarray(inputs[role], np.int32) for role in ROLES]
+        inputs = dict(zip(ROLES, (tokens, positions, requests, sampled, lengths)))
+        arguments = [np.asarray(inputs[role], np.int32) for role in self.program.roles]
         return self._run(self.program.step, arguments, "", observe)[0]
 
     def score(self, tokens, chunk: int | None = None, request: int = 0, observe: Observer | None = None) -> np.ndarray:
@@ -47,7 +48,8 @@ class Reference:
         for start in range(0, len(tokens), chunk):
             piece = tokens[start : start + chunk]
             rows = np.arange(len(piece))
-            pieces.append(self.step(piece, start + rows, np.full(len(piece), request), rows, observe))
+            lengths = np.full(request + 1, len(tokens))
+            pieces.append(self.step(piece, start + rows, np.full(len(piece), request), rows, observe, lengths))
         return np.concatenate(pieces)
 
     def operator(self, op, source: str, operands: list) -> tuple:

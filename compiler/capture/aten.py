@@ -15,6 +15,7 @@ from typing import Any, Callable
 from torch_mlir import ir
 
 from adaptc.errors import CaptureError
+from adaptc.ir.rewrite import definer
 from adaptc.protocol import StateSpec
 
 Rule = Callable[..., Any]
@@ -24,6 +25,49 @@ WHOLE = 2**62
 
 
 # ---- elementwise
+
+
+@dataclass(frozen=True)
+class Complex:
+    """A complex tensor, as its two parts."""
+
+    real: ir.Value
+    imag: ir.Value
+
+
+def _parts(rule: Rule) -> Rule:
+    """The rule of an operator that treats both parts of a complex tensor alike."""
+
+    def each(w, x, *args, **kwargs):
+        if isinstance(x, Complex):
+            return Complex(rule(w, x.real, *args, **kwargs), rule(w, x.imag, *args, **kwargs))
+        return rule(w, x, *args, **kwargs)
+
+    return each
+
+
+def _mul(w, x, y):
+    if isinstance(y, Complex):
+        x, y = y, x
+    if not isinstance(x, Complex):
+        return _binary("mul", 1)(w, x, y)
+    if not isinstance(y, Complex):
+        return Complex(w.b.mul(x.real, w.value(y)), w.b.mul(x.imag, w.value(y)))
+    return Complex(w.b.sub(w.b.mul(x.real, y.real), w.b.mul(x.imag, y.imag)),
+                   w.b.add(w.b.mul(x.real, y.imag), w.b.mul(x.imag, y.real)))
+
+
+def _polar(w, size, angle):
+    return Complex(w.b.mul(size, w.b.cos(angle)), w.b.mul(size, w.b.sin(angle)))
+
+
+def _view_as_complex(w, x):
+    axis = w.b.rank(x) - 1
+    return Complex(*(w.b.reshape(_cut(w, x, axis, i, i + 1), shape=w.shape) for i in range(2)))
+
+
+def _view_as_real(w, x):
+    return _stack(w, (x.real, x.imag), len(w.shape) - 1)
 
 
 def _unary(name: str) -> Rule:
@@ -69,6 +113,10 @@ def _square(w, x):
 
 def _where(w, condition, x, y):
     return w.b.select(w.value(condition, "i1"), w.value(x), w.value(y))
+
+
+def _not(w, x):
+    return w.b.compare(w.value(x, "i1"), w.value(0, "i1"), predicate="eq")
 
 
 def _log1p(w, x):
@@ -186,6 +234,64 @@ def _stack(w, tensors, dim=0):
     return w.b.concat(*(w.b.reshape(w.value(x), shape=shape) for x in tensors), axis=axis)
 
 
+def _copy(w, x, y, *_):
+    """y in the shape of x, whose elements it replaces."""
+    return _broadcast(w, w.value(y), w.shape)
+
+
+def _slice_scatter(w, x, y, dim=0, start=None, end=None, step=1):
+    """x with y in the place of its slice: what lies before, y, what lies after."""
+    size = w.b.shape(x)[dim]
+    if isinstance(size, str) or step != 1:
+        raise CaptureError(f"it writes [{start}:{end}:{step}] of a dimension of {size}; expected a contiguous part of a "
+                           "static one.")
+    lo, hi, _ = slice(start, end).indices(size)
+    pieces = ([_cut(w, x, dim, 0, lo)] if lo else []) + [w.value(y)] + ([_cut(w, x, dim, hi, size)] if hi < size else [])
+    return pieces[0] if len(pieces) == 1 else w.b.concat(*pieces, axis=dim % len(w.shape))
+
+
+# ---- choices
+
+
+def _last(w, x, dim, what: str) -> None:
+    if dim % w.b.rank(x) != w.b.rank(x) - 1:
+        raise CaptureError(f"it {what} along dimension {dim} of {w.b.shape(x)}; expected the last one.")
+
+
+def _top_k(w, x, k, dim=-1, largest=True, sorted=True):
+    _last(w, x, dim, "chooses")
+    if not largest:
+        raise CaptureError("it chooses the smallest elements; adaptc's top_k chooses the largest.")
+    return w.b.top_k(x, k=k)
+
+
+def _max(w, x, dim=None, keepdim=False):
+    """The largest element, and, along the last dimension, its index."""
+    if dim is None:
+        return _reduced(w, x, "max", None, False)
+    largest = _reduced(w, x, "max", dim, keepdim)
+    if dim % w.b.rank(x) != w.b.rank(x) - 1:
+        return largest, None
+    _, index = w.b.top_k(x, k=1)
+    return largest, index if keepdim else w.b.reshape(index, shape=w.b.shape(x)[:-1])
+
+
+def _gather(w, x, dim, index, sparse_grad=False):
+    _last(w, x, dim, "picks")
+    return w.b.take_along(x, w.value(index, "i32"))
+
+
+def _scatter(w, x, dim, index, value):
+    """``value`` at the places along the last dimension that ``index`` names."""
+    _last(w, x, dim, "writes")
+    shape = w.b.shape(index)
+    count = w.b.shape(x)[-1]
+    numbers = w.b.constant(value=list(range(count)), shape=(count,), dtype="i32")
+    named = w.b.compare(w.b.reshape(w.value(index, "i32"), shape=(*shape, 1)), numbers, predicate="eq")
+    hits = w.b.reduce(w.b.cast(named, dtype="f32"), kind="max", axes=(len(shape) - 1,), keepdims=False)
+    return w.b.select(w.b.compare(hits, w.b.scalar(0.5), predicate="gt"), w.value(value), w.value(x))
+
+
 # ---- tensors out of nothing
 
 
@@ -207,6 +313,24 @@ def _arange(w, *bounds):
 
 def _range(start, end, step):
     return [start + i * step for i in range(max(0, math.ceil((end - start) / step)))]
+
+
+def _cumsum(w, x, dim, dtype=None):
+    """Counting tokens: the running sum of ones over the step's tokens is their positions, plus one."""
+    if w.b.shape(x)[dim] != "T" or not _ones(x):
+        raise CaptureError("it sums over the tokens before each one; adaptc knows this for a mask of ones alone, where "
+                           "it counts them.")
+    return w.b.add(_broadcast(w, w.value(w.positions), w.shape), w.value(1))
+
+
+def _ones(x: ir.Value) -> bool:
+    """Whether a value is 1 everywhere, by how it was made."""
+    node = definer(x)
+    if node is None:
+        return False
+    if node.name in ("broadcast", "reshape", "cast"):
+        return _ones(node.operands[0])
+    return node.name == "constant" and node.attrs["value"] in (1, 1.0, True)
 
 
 # ---- reductions
@@ -232,6 +356,8 @@ def _softmax(w, x, dim, *_):
 
 
 def _layer_norm(w, x, normalized, weight=None, bias=None, eps=1e-5, *_):
+    if len(normalized) == 1 and weight is not None:
+        return w.b.layer_norm(x, weight, *([] if bias is None else [bias]), eps=float(eps))
     axes = tuple(range(-len(normalized), 0))
     centred = w.b.sub(x, _reduced(w, x, "mean", axes, True))
     variance = _reduced(w, w.b.mul(centred, centred), "mean", axes, True)
@@ -262,6 +388,8 @@ def _linear(w, x, weight, bias=None):
 
 def _matmul(w, x, y):
     xs, ys = w.b.shape(x), w.b.shape(y)
+    if len(ys) == 2 and _is_weight(y) and w.flat(x) is not None:
+        return _linear(w, x, w.b.transpose(y, perm=(1, 0)))
     if min(len(xs), len(ys)) < 2:
         raise CaptureError(f"it multiplies {xs} by {ys}; expected matrices.")
     if xs[-1] == 1:
@@ -272,8 +400,23 @@ def _matmul(w, x, y):
     return w.b.dot_general(w.value(x), w.value(y), batch=batch, contract_x=(len(xs) - 1,), contract_y=(len(ys) - 2,))
 
 
-def _addmm(w, bias, x, y):
+def _addmm(w, bias, x, y, beta=1, alpha=1):
+    if (beta, alpha) != (1, 1):
+        raise CaptureError(f"it scales by beta {beta} and alpha {alpha}; expected 1.")
+    if _is_weight(y) and w.flat(x) is not None and w.b.rank(bias) == 1:
+        return _linear(w, x, w.b.transpose(y, perm=(1, 0)), bias)
     return w.b.add(_matmul(w, x, y), bias)
+
+
+def _is_weight(x: ir.Value) -> bool:
+    """Whether it is a stored tensor as it is, or transposed."""
+    node = definer(x)
+    return node is not None and (node.name == "get" or node.name == "transpose" and _is_weight(node.operands[0]))
+
+
+def _expert_linear(w, x, experts, weight, bias=None, transposed=False):
+    weight = w.b.transpose(weight, perm=(0, 2, 1)) if transposed else weight
+    return w.b.expert_linear(w.value(x), w.value(experts, "i32"), weight, *([] if bias is None else [bias]))
 
 
 # ---- what the hooks recorded
@@ -287,11 +430,17 @@ class Mask:
     window: int
 
 
-def _mask(w, like, kind, window):
+def _mask(w, like, padding, kind, window):
+    if padding is not None and not _ones(padding):
+        raise CaptureError("its mask keeps some tokens and not others by a rule that adaptc can't see; expected all.")
     return Mask(kind, window)
 
 
-def _attention(w, q, k, v, mask, scaling, window, softcap):
+def _request_length(w, positions):
+    return w.b.reshape(w.b.gather_rows(w.lengths(), w.requests), shape=w.shape)
+
+
+def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
     """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's."""
     if getattr(mask, "kind", None) not in ("causal", "sliding"):
         kind = getattr(mask, "kind", "computed")
@@ -301,7 +450,8 @@ def _attention(w, q, k, v, mask, scaling, window, softcap):
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
     state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
-    result = w.b.attention(q, k, v, w.positions, w.requests, state, scaling=scaling, window=mask.window,
+    extra = [] if sinks is None else [w.value(sinks)]
+    result = w.b.attention(q, k, v, w.positions, w.requests, state, *extra, scaling=scaling, window=mask.window,
                            softcap=softcap)
     return w.b.reshape(result, shape=w.shape)
 
@@ -329,7 +479,7 @@ TABLE: dict[str, Rule] = {
     "aten.clamp_min": lambda w, x, low: _clamp(w, x, low),
     "aten.add": _binary("add", 0),
     "aten.sub": _binary("sub", 0),
-    "aten.mul": _binary("mul", 1),
+    "aten.mul": _mul,
     "aten.div": _binary("div", 1),
     "aten.true_divide": _binary("div", 1),
     "aten.rsub": _binary("sub", swapped=True),
@@ -337,19 +487,31 @@ TABLE: dict[str, Rule] = {
     "aten.maximum": _binary("max"),
     "aten.minimum": _binary("min"),
     **{f"aten.{name}": _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "aten.logical_not": _not,
+    "aten.bitwise_not": _not,
     "aten.where": _where,
     "aten.masked_fill": lambda w, x, mask, value: _where(w, mask, value, x),
-    **{f"aten.{name}": _same for name in ("contiguous", "clone", "detach", "detach_", "alias", "lift_fresh_copy")},
-    **{f"aten.{name}": _cast for name in ("to", "_to_copy", "type_as", "float")},
+    **{f"aten.{name}": _parts(_same) for name in ("contiguous", "clone", "detach", "detach_", "alias", "lift_fresh_copy")},
+    **{f"aten.{name}": _parts(_cast) for name in ("to", "_to_copy", "type_as", "float")},
     "aten.dropout": lambda w, x, p, train: _same(w, x),
-    **{f"aten.{name}": _reshape for name in (
+    **{f"aten.{name}": _parts(_reshape) for name in (
         "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")},
-    "aten.permute": _permute,
-    "aten.transpose": _transpose,
+    "aten.permute": _parts(_permute),
+    "aten.transpose": _parts(_transpose),
     "aten.t": _t,
-    "aten.expand": _expand,
+    "aten.expand": _parts(_expand),
     "aten.expand_as": _expand,
-    "aten.slice": _slice,
+    "aten.polar": _polar,
+    "aten.view_as_complex": _view_as_complex,
+    "aten.view_as_real": _view_as_real,
+    "aten.copy": _copy,
+    "aten.slice_scatter": _slice_scatter,
+    "aten.max": _max,
+    "aten.topk": _top_k,
+    "aten.gather": _gather,
+    "aten.scatter": _scatter,
+    "aten.cumsum": _cumsum,
+    "aten.slice": _parts(_slice),
     "aten.select": _select,
     "aten.split": _split,
     "aten.split_with_sizes": _split,
@@ -358,7 +520,8 @@ TABLE: dict[str, Rule] = {
     "getitem": lambda w, values, index: operator.getitem(values, index),
     "aten.cat": _cat,
     "aten.stack": _stack,
-    **{f"aten.{name}": _fill(0) for name in ("zeros", "zeros_like", "new_zeros")},
+    **{f"aten.{name}": _fill(0) for name in (
+        "zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "empty_permuted")},
     **{f"aten.{name}": _fill(1) for name in ("ones", "ones_like", "new_ones")},
     **{f"aten.{name}": _fill() for name in ("full", "full_like", "new_full", "scalar_tensor")},
     "aten.arange": _arange,
@@ -377,4 +540,6 @@ TABLE: dict[str, Rule] = {
     "aten.addmm": _addmm,
     "adaptc.mask": _mask,
     "adaptc.attention": _attention,
+    "adaptc.expert_linear": _expert_linear,
+    "adaptc.request_length": _request_length,
 }

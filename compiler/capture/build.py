@@ -11,8 +11,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from adaptc.errors import UnsupportedError
 
 
-def build(config: Any) -> torch.nn.Module:
-    """The causal LM that transformers has for ``config``, in float32.
+def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
+    """The causal LM that transformers has for ``config``, in float32; with ``trust_remote_code`` the one that comes
+    with the model, if the config names one.
 
     Each parameter moves to the meta device as it is registered, so that initialising it costs nothing, while the
     constructors' own arithmetic (rotary frequencies, embedding scales) runs on the CPU. Memory pages of parameters
@@ -21,11 +22,12 @@ def build(config: Any) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if not remote and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedError(f"transformers has no causal language model for model_type {config.model_type!r}.")
     handle = register_module_parameter_registration_hook(_on_meta)
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=remote).eval()
     finally:
         handle.remove()
 

@@ -1,7 +1,9 @@
-"""Attention and masks through transformers' own extension points, recorded as operators of their own.
+"""Attention, masks, experts and rope by length through transformers' own extension points, recorded as operators of their own.
 
-    adaptc::mask(like[1,T,D], kind, window) -> bool[1,1,T,T]    stands for a mask, which is never computed
-    adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, scaling, window, softcap) -> [1,T,H,Dv]
+    adaptc::mask(like[1,T,D], padding, kind, window) -> bool[1,1,T,T]    stands for a mask, which is never computed
+    adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, sinks[H], scaling, window, softcap) -> [1,T,H,Dv]
+    adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
+    adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import functools
 import inspect
 import sys
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 from unittest import mock
 
@@ -18,7 +21,7 @@ import torch
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
-"""The name under which transformers finds our attention while a module is traced."""
+"""The name under which transformers finds our attention and experts while a module is traced."""
 
 MASKS = {
     "create_causal_mask": "causal",
@@ -32,7 +35,7 @@ MASKS = {
 WIDTHS = {"sliding": "sliding_window", "chunked": "attention_chunk_size", "bidirectional_sliding": "sliding_window"}
 """Kind of mask → the configuration key that says how wide it is."""
 
-MASK_INPUTS = ("config", "inputs_embeds", "cache", "past_key_values", "position_ids", "layer_idx",
+MASK_INPUTS = ("config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids", "layer_idx",
                "allow_is_causal_skip", "allow_is_bidirectional_skip")
 """What may be given to a mask builder: nothing else of it changes which keys a token sees."""
 
@@ -43,28 +46,40 @@ IGNORED = ("position_ids", "cache_position", "use_cache", "cache", "past_key_val
 
 @functools.cache
 def operators() -> None:
-    """Registers the two operators with torch, once in a process: torch can't take them back safely."""
-    torch.library.define("adaptc::mask", "(Tensor like, str kind, int window) -> Tensor")
+    """Registers the operators with torch, once in a process: torch can't take them back safely."""
+    torch.library.define("adaptc::mask", "(Tensor like, Tensor? padding, str kind, int window) -> Tensor")
     torch.library.define(
         "adaptc::attention",
-        "(Tensor q, Tensor k, Tensor v, Tensor mask, float scaling, int window, float softcap) -> Tensor",
+        "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? sinks, float scaling, int window, float softcap) -> Tensor",
     )
+    torch.library.define(
+        "adaptc::expert_linear",
+        "(Tensor x, Tensor experts, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
+    )
+    torch.library.define("adaptc::request_length", "(Tensor positions) -> Tensor")
+    torch.library.register_fake("adaptc::request_length", torch.empty_like)
     torch.library.register_fake("adaptc::mask", _mask_shape)
     torch.library.register_fake("adaptc::attention", _attention_shape)
+    torch.library.register_fake("adaptc::expert_linear", _expert_linear_shape)
 
 
-def _mask_shape(like, kind, window):
+def _mask_shape(like, padding, kind, window):
     return like.new_empty((like.shape[0], 1, like.shape[1], like.shape[1]), dtype=torch.bool)
 
 
-def _attention_shape(q, k, v, mask, scaling, window, softcap):
+def _attention_shape(q, k, v, mask, sinks, scaling, window, softcap):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+def _expert_linear_shape(x, experts, weight, bias, transposed):
+    return x.new_empty((*experts.shape, weight.shape[2 if transposed else 1]))
 
 
 @contextmanager
 def installed(module: torch.nn.Module) -> Iterator[None]:
     """Traces of ``module`` within the block contain our operators; afterwards everything is as before."""
     from transformers import masking_utils
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     operators()
@@ -73,12 +88,39 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         functions = ALL_ATTENTION_FUNCTIONS._local_mapping
         stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names)}))
+        experts = ALL_EXPERTS_FUNCTIONS._local_mapping
+        stack.enter_context(mock.patch.dict(experts, {IMPLEMENTATION: _experts}))
         for name, kind in MASKS.items():
             for place in _holders(name, getattr(masking_utils, name)):
                 stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind)}))
         module.set_attn_implementation(IMPLEMENTATION)
         stack.callback(module.set_attn_implementation, before)
+        stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
+        for one in module.modules():
+            if _by_length(one):
+                stack.enter_context(mock.patch.dict(vars(one), {"forward": _rope(one)}))
+        for config in {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values():
+            if hasattr(config, _EXPERTS):
+                stack.callback(setattr, config, _EXPERTS, getattr(config, _EXPERTS))
+                setattr(config, _EXPERTS, IMPLEMENTATION)
         yield
+
+
+def _tensor(original: Callable) -> Callable:
+    """``torch.tensor`` whose numbers survive on the meta device: an operator of the graph holds them."""
+
+    @functools.wraps(original)
+    def tensor(data: Any, *args: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any):
+        if isinstance(data, (bool, int, float)) and not args and not kwargs:
+            return torch.full((), data, dtype=dtype, device=device)
+        return original(data, *args, dtype=dtype, device=device, **kwargs)
+
+    return tensor
+
+
+_EXPERTS = "_experts_implementation_internal"
+"""Where a configuration keeps which implementation its experts use; ``set_experts_implementation`` also asks whether
+the class's source mentions the decorator, which says nothing for classes of other files."""
 
 
 def _holders(name: str, function: Callable) -> list[dict]:
@@ -100,14 +142,19 @@ def _mask(original: Callable, kind: str) -> Callable:
             )
         causal = getattr(config, "is_causal", True)
         width = getattr(config, WIDTHS[kind]) if kind in WIDTHS else 0
-        return torch.ops.adaptc.mask(given["inputs_embeds"], kind if causal else "bidirectional", int(width or 0))
+        padding = given.get("attention_mask")
+        if padding is not None and (not isinstance(padding, torch.Tensor) or padding.ndim != 2):
+            raise CaptureError(f"{original.__name__} of a {config.model_type} model is given a mask that isn't a row of "
+                               "tokens to keep, which adaptc has no operator for.")
+        return torch.ops.adaptc.mask(given["inputs_embeds"], padding, kind if causal else "bidirectional",
+                                     int(width or 0))
 
     return marker
 
 
 def _attention(names: dict[int, str]) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
@@ -115,7 +162,7 @@ def _attention(names: dict[int, str]) -> Callable:
         if unknown:
             raise CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
-                "attention operator doesn't have; it has scaling, sliding_window and softcap."
+                "attention operator doesn't have; it has scaling, sliding_window, softcap and s_aux."
             )
         if attention_mask is None:
             raise CaptureError(
@@ -125,9 +172,140 @@ def _attention(names: dict[int, str]) -> Callable:
         width = query.shape[-1]
         scaling = width**-0.5 if scaling is None else scaling
         return (
-            torch.ops.adaptc.attention(query, key, value, attention_mask, float(scaling), int(sliding_window or 0),
-                                       float(softcap or 0.0)),
+            torch.ops.adaptc.attention(query, key, value, attention_mask, s_aux, float(scaling),
+                                       int(sliding_window or 0), float(softcap or 0.0)),
             None,
         )
 
     return attention
+
+
+def _experts(module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
+             top_k_weights: torch.Tensor) -> torch.Tensor:
+    """What ``transformers.integrations.moe.batched_mm_experts_forward`` computes: each token's chosen experts one by
+    one, their results added in the order of the choice. Gate, activation and norm are the authors' own."""
+    if hidden_states.ndim != 2 or top_k_index.ndim != 2:
+        raise CaptureError(f"experts ({type(module).__name__}) are given {tuple(hidden_states.shape)} and choices "
+                           f"{tuple(top_k_index.shape)}; expected [T, K] and [T, k].")
+
+    def project(x: torch.Tensor, name: str) -> torch.Tensor:
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        return torch.ops.adaptc.expert_linear(x, top_k_index, getattr(module, name), bias, module.is_transposed)
+
+    inner = project(hidden_states, "gate_up_proj" if module.has_gate else "up_proj")
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    result = project(inner, "down_proj")
+    if module.has_post_expert_norm:
+        result = module.post_expert_norm(result)
+    return (result * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+
+
+# ---- rotary embeddings whose frequencies depend on the sequence's length
+
+DYNAMIC = ("dynamic", "longrope")
+"""Kinds of rope (``rope_type``) that choose their frequencies anew in every forward."""
+
+
+def _by_length(module: torch.nn.Module) -> bool:
+    """Whether ``transformers.modeling_rope_utils.dynamic_rope_update`` wraps the module's forward, and does anything."""
+    forward = type(module).forward
+    wrapped = getattr(forward, "__qualname__", "") != "" and hasattr(forward, "__wrapped__") and (
+        forward.__code__.co_name == "wrapper" and "rope_type" in forward.__code__.co_varnames)
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return wrapped and any(kind and any(d in kind for d in DYNAMIC) for kind in kinds)
+
+
+def _name(which: str, layer_type: str | None) -> str:
+    return f"adaptc_{which}_inv_freq" + (f"_{layer_type}" if layer_type else "")
+
+
+@contextmanager
+def both_frequencies(module: torch.nn.Module) -> Iterator[None]:
+    """Rotary embeddings with a set of frequencies for short and one for long sequences hold both as buffers within
+    the block; the authors' own forward keeps one and copies the other over it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    added = []
+    for one in module.modules():
+        kinds = getattr(one, "rope_type", None) if _by_length(one) else None
+        for layer_type, kind in (kinds.items() if isinstance(kinds, dict) else ((None, kinds),)):
+            if kind != "longrope":
+                continue
+            rope = one.config.rope_parameters if layer_type is None else one.config.rope_parameters[layer_type]
+            layer = {} if layer_type is None else {"layer_type": layer_type}
+            for which, length in (("short", 0), ("long", 1)):
+                length += rope["original_max_position_embeddings"]
+                values, _ = ROPE_INIT_FUNCTIONS[kind](one.config, torch.device("cpu"), seq_len=length, **layer)
+                added.append((one, _name(which, layer_type)))
+                one.register_buffer(added[-1][1], values, persistent=False)
+    try:
+        yield
+    finally:
+        for one, name in added:
+            delattr(one, name)
+
+
+def _rope(module: torch.nn.Module) -> Callable:
+    """The module's forward with the length that a request declares in place of the longest position of the forward:
+    a step that continues a sequence must rotate as the steps before it did, and a step holds several sequences."""
+    forward = type(module).forward.__wrapped__
+
+    def given(inverse: torch.Tensor, layer_type: str | None, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+        layer = {} if layer_type is None else {"layer_type": layer_type}
+        buffers = dict(module._buffers)
+        try:
+            module._buffers[name] = inverse
+            return forward(module, x, position_ids, **layer)
+        finally:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+    def by_length(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        rope = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
+        layer = {} if layer_type is None else {"layer_type": layer_type}
+        if not any(d in kind for d in DYNAMIC):
+            return forward(module, x, position_ids, **layer)
+        length = torch.ops.adaptc.request_length(position_ids)
+
+        if kind == "longrope":
+            short, long = (given(module._buffers[_name(which, layer_type)], layer_type, x, position_ids)
+                           for which in ("short", "long"))
+            return _choose(length > rope["original_max_position_embeddings"], long, short)
+
+        def frequencies(seq_len: Any) -> torch.Tensor:
+            return ROPE_INIT_FUNCTIONS[kind](module.config, x.device, seq_len=seq_len, **layer)[0]
+
+        rows = given(_PerToken(frequencies(length.transpose(0, 1))), layer_type, x, position_ids.transpose(0, 1))
+        return tuple(v.transpose(0, 1) for v in rows) if isinstance(rows, tuple) else rows.transpose(0, 1)
+
+    return by_length
+
+
+@dataclass(frozen=True)
+class _PerToken:
+    """Frequencies [T, D/2], each token its own, where the authors' code expects [D/2] for all: tokens stand where that
+    code has the batch, in both ways in which it multiplies frequencies and positions."""
+
+    values: torch.Tensor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """[None, :, None]: to be multiplied as a column with positions [T, 1, 1]."""
+        if index != (None, slice(None), None):
+            raise CaptureError(f"a rotary embedding takes {index} of its frequencies; expected [None, :, None].")
+        return self.values[:, :, None]
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """To be multiplied as a row with positions [T, 1, 1]."""
+        return self.values[:, None, :].to(*args, **kwargs)
+
+
+def _choose(condition: torch.Tensor, yes: Any, no: Any) -> Any:
+    """``yes`` or ``no`` for each token: tensors [1, T, D], or tuples of them."""
+    if isinstance(yes, tuple):
+        return tuple(_choose(condition, a, b) for a, b in zip(yes, no))
+    return torch.where(condition.unsqueeze(-1), yes, no)

@@ -24,7 +24,7 @@ def capture(source: Any) -> Program:
     CaptureError when the module can't be captured; InputError when its files say what no code reads, or lack tensors.
     """
     with source.account_config() as reads:
-        module = build.build(source.config)
+        module = source.module() or build.build(source.config, source.trust_remote_code)
         program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied))
     reads.check()
     return program
@@ -38,18 +38,28 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
     tied = build.tied(module)
     stored = dict((bind or _itself)(build.stored_shapes(module), tied))
     stored |= {name: stored[owner] for name, owner in tied.items()}
-    constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
-    with _evaluated(module), build.on_one_device(module), hooks.installed(module):
-        exported = trace.trace(module)
+    with _evaluated(module), hooks.both_frequencies(module):
+        constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
+        with build.on_one_device(module), hooks.installed(module):
+            exported = trace.trace(module)
     program = walk(exported, stored, constants)
     text = config.get_text_config()
-    program.set_fact("context", getattr(text, "max_position_embeddings", 0))
+    program.set_fact("context", _context(text))
+    program.set_fact("hidden", getattr(text, "hidden_size", 0))
     legality.check(program)
     check_locality(program)
     if folded:
         fold(program)
         legality.check(program)
     return program
+
+
+def _context(config: Any) -> int:
+    """Tokens that the configuration says a sequence may have; 0 when it doesn't. Dynamic rope stretches them."""
+    most = getattr(config, "max_position_embeddings", 0) or 0
+    rope = getattr(config, "rope_parameters", None) or {}
+    stretched = "dynamic" in str(rope.get("rope_type"))
+    return int(most * rope.get("factor", 1)) if stretched else most
 
 
 def _stored(source: Any, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> dict[str, Stored]:

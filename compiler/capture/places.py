@@ -14,6 +14,9 @@ from adaptc.capture.trace import PREFIX
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
+_REMOTE = "transformers_modules"
+"""Package that transformers puts a model folder's code in, under a name with a hash of it."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -45,4 +48,6 @@ def _line(trace: str) -> tuple[str, int]:
         return "", 0
     file, line = frames[-1]
     roots = [root for root in sys.path if root and file.startswith(root.rstrip("/") + "/")]
+    if _REMOTE in Path(file).parts:  # a copy that transformers has made of the model's folder
+        return Path(file).name, line
     return (file[len(max(roots, key=len).rstrip("/")) + 1 :] if roots else Path(file).name), line

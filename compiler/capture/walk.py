@@ -18,7 +18,7 @@ from adaptc.capture.trace import PREFIX, TOKENS
 from adaptc.errors import CaptureError, LegalityError
 from adaptc.ir import dialect
 from adaptc.ir.build import Builder
-from adaptc.ir.module import STEP, Program, StateSlot, Weight
+from adaptc.ir.module import DIMENSIONS, ROLES, STEP, Program, StateSlot, Weight
 from adaptc.protocol import StateSpec, TensorSpec
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
@@ -97,7 +97,13 @@ def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.Exported
     """With torch's own decompositions of those operators that the table lacks; the rest stay as the authors wrote."""
     known = torch.export.default_decompositions()
     lacking = {n.target: known[n.target] for n in _unknown(exported.graph) if n.target in known}
-    return exported.run_decompositions(lacking) if lacking else exported
+    # running them, even none, also rewrites what writes into a tensor's memory as what makes a new one
+    return exported.run_decompositions(lacking) if lacking or any(map(_writes, exported.graph.nodes)) else exported
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    """Whether an operator changes a tensor in place."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _check_known(graph: torch.fx.Graph) -> None:
@@ -135,7 +141,7 @@ class _Walk:
         vocabulary = self._dims(logits.meta["val"].shape)[-1]
         kinds = [dialect.to_type(TensorSpec("i32", (d,))) for d in (TOKENS, TOKENS, TOKENS, SAMPLED)]
         result = dialect.to_type(TensorSpec("f32", (SAMPLED, vocabulary)))
-        step = func.FuncOp(STEP, (kinds, [result]), ip=ir.InsertionPoint(self.program.module.body))
+        self.step = step = func.FuncOp(STEP, (kinds, [result]), ip=ir.InsertionPoint(self.program.module.body))
         block = step.add_entry_block()
         self.point = ir.InsertionPoint(block)
         self.tokens, self.positions, self.requests, sampled = block.arguments
@@ -202,8 +208,10 @@ class _Walk:
         with location:
             self.b = Builder(self.point, self.place.module)
             try:
-                if isinstance(value, torch.Tensor):
-                    self.shape, self.dtype = self._dims(value.shape), self._kind(value.dtype)
+                if isinstance(value, torch.Tensor) and not name.startswith("adaptc.mask"):
+                    # a complex tensor is walked as two real ones: see aten.Complex
+                    real = torch.float32 if value.is_complex() else value.dtype
+                    self.shape, self.dtype = self._dims(value.shape), self._kind(real)
                 self.values[node] = self._apply(TABLE[name], node)
             except (LegalityError, CaptureError) as error:
                 raise CaptureError(f"{node.target} in {self.place}: {error.message}", hint=error.hint) from error
@@ -272,6 +280,16 @@ class _Walk:
         if len(rows) == 1:
             return x
         return self.b.reshape(x, shape=(wide[0] if wide else 1, width)) if len(wide) <= 1 else None
+
+    def lengths(self) -> ir.Value:
+        """@step's argument for the tokens that each request may come to have; made when first asked for."""
+        block = self.step.entry_block
+        if len(block.arguments) < len(ROLES):
+            block.add_argument(dialect.to_type(TensorSpec("i32", (DIMENSIONS["lengths"],))), ir.Location.unknown())
+            results = list(self.step.type.results)
+            kind = ir.FunctionType.get([a.type for a in block.arguments], results)
+            self.step.operation.attributes["function_type"] = ir.TypeAttr.get(kind)
+        return block.arguments[ROLES.index("lengths")]
 
     def state(self, spec: StateSpec) -> ir.Value:
         """A new state owned by the current node."""

@@ -18,6 +18,29 @@ def bodies(program: Program) -> Iterator[tuple[str, ir.OpView, list[Node]]]:
             yield name, function, [Node(call.operation) for call in program.calls(name)]
 
 
+def matrices(program: Program) -> set[str]:
+    """Weights that only operators read which take them in a packed format (the rows' ``matrices``)."""
+    found: dict[str, bool] = {}
+    weights, functions = program.weights(), program.functions()
+
+    def packed(value: ir.Value) -> bool:
+        result = True
+        for use in value.uses:
+            node, number = Node(use.owner.operation), use.operand_number
+            if node.name == "func.call":
+                body = functions[ir.FlatSymbolRefAttr(node.op.attributes["callee"]).value]
+                result &= packed(body.entry_block.arguments[number])
+            elif node.row is None or number not in node.row.matrix_operands([Builder.spec(v) for v in node.operands]):
+                return False
+        return result
+
+    for node in nodes(program.step):
+        name = node.op.attributes["symbol"].value if node.name == "get" else ""
+        if name in weights:
+            found[name] = found.get(name, True) and packed(node.results[0])
+    return {name for name, good in found.items() if good and len(weights[name].spec.shape) > 1}
+
+
 def returned(function) -> Node:
     """A function's terminator."""
     return nodes(function)[-1]

@@ -17,7 +17,7 @@ from torch_mlir.dialects import func
 from adaptc.errors import LegalityError
 from adaptc.ir import dialect
 from adaptc.ir.build import attrs_of, is_operator, short_name
-from adaptc.ir.module import ROLES, STAGES, STEP, Program, callee, source_of
+from adaptc.ir.module import DIMENSIONS, ROLES, STAGES, STEP, Program, callee, source_of
 from adaptc.ops.table import row
 from adaptc.protocol import StateSpec, TensorSpec
 
@@ -27,7 +27,7 @@ DECLARED = {
 }
 """Attributes that a declaration must have."""
 
-ARGUMENTS = tuple(TensorSpec("i32", ("S" if role == "sampled" else "T",)) for role in ROLES)
+ARGUMENTS = tuple(TensorSpec("i32", (DIMENSIONS.get(role, "T"),)) for role in ROLES)
 """What @step takes."""
 
 
@@ -99,8 +99,8 @@ def _step(program: Program) -> None:
         raise LegalityError(f"stage {program.stage}: the module has no function @{STEP}.")
     block = functions[STEP].entry_block
     got = tuple(dialect.to_spec(a.type) for a in block.arguments)
-    if got != ARGUMENTS:
-        expected = ", ".join(f"{role} {_show(spec)}" for role, spec in zip(ROLES, ARGUMENTS))
+    if got not in (ARGUMENTS[:-1], ARGUMENTS):
+        expected = ", ".join(f"{role} {_show(spec)}" for role, spec in zip(ROLES, ARGUMENTS[:-1]))
         raise LegalityError(f"@{STEP} takes ({', '.join(map(_show, got))}), expected ({expected}).")
     results = [dialect.to_spec(v.type) for v in list(block.operations)[-1].operation.operands]
     vocabulary = program.fact("vocabulary")

@@ -4,7 +4,8 @@ A module has a private function per distinct body and one public function ``@ste
 
     func.func @step(%tokens i32[T], %positions i32[T], %requests i32[T], %sampled i32[S]) -> logits f32[S, V]
 
-``%requests`` numbers each token's request within the step. Weights and states are declared at module level, read
+``%requests`` numbers each token's request within the step. A fifth argument, %lengths i32[R], is there when a result
+depends on the tokens that a request may come to have, which it declares before it starts. Weights and states are declared at module level, read
 with ``adaptc.get`` and passed to bodies as arguments.
 """
 
@@ -25,8 +26,11 @@ from adaptc.protocol import OpSpec, StateSpec, TensorSpec
 
 STAGES = ("captured", "fused", "sharded", "laid_out", "lowered")
 STEP = "step"
-ROLES = ("tokens", "positions", "requests", "sampled")
-"""What @step's arguments are, in order."""
+ROLES = ("tokens", "positions", "requests", "sampled", "lengths")
+"""What @step's arguments are, in order. ``lengths`` is there when a result depends on how long a request may become."""
+
+DIMENSIONS = {"sampled": "S", "lengths": "R"}
+"""Role → symbol of its one dimension, where that isn't T."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,11 @@ class Program:
     @property
     def step(self) -> func.FuncOp:
         return self.functions()[STEP]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What @step's arguments are."""
+        return ROLES[: len(self.step.entry_block.arguments)]
 
     def calls(self, name: str | None = None) -> list:
         """Calls in @step, in program order; of one body if ``name`` is given."""

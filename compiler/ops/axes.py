@@ -30,9 +30,14 @@ def axis_map(row, attrs: Mapping[str, Any], operands: Sequence[TensorSpec | Stat
         return tuple(_aligned(len(spec.shape), rank) for spec in operands)
     out = _letters(right[min(result, len(right) - 1)].rstrip("*"), rank)
     return tuple(
-        () if isinstance(spec, StateSpec) else _by_factors(_rule(left, i), len(spec.shape), out)
+        () if isinstance(spec, StateSpec) else _by_factors(_rule(left, i - _before(row.state, i)), len(spec.shape), out)
         for i, spec in enumerate(operands)
     )
+
+
+def _before(state: int | None, index: int) -> int:
+    """1 when the operand that has no term stands before operand ``index``."""
+    return int(state is not None and state < index)
 
 
 def _rule(left: Sequence[str], index: int) -> str:

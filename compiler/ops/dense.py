@@ -149,6 +149,31 @@ def _norm_down(b, a, x, weight):
     return (b.mul(b.mul(x, b.rsqrt(b.add(square, b.scalar(a["eps"])))), weight),)
 
 
+def _layer_norm(attrs, x, weight, *bias):
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(-1, keepdims=True)
+    result = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + attrs["eps"]) * weight
+    return ((result + bias[0] if bias else result).astype(np.float32),)
+
+
+def _infer_layer_norm(attrs, operands):
+    x, weight, *bias = operands
+    kinds = sorted({o.dtype for o in operands})
+    expect(kinds == ["f32"], f"layer_norm: operands have dtypes {', '.join(kinds)}, expected f32.")
+    for vector in (weight, *bias):
+        expect(len(x.shape) >= 1 and vector.shape == x.shape[-1:],
+               f"layer_norm: the input is {x.shape}, its weight or bias {vector.shape}; expected [..., D] and [D].")
+    return (TensorSpec("f32", x.shape),)
+
+
+def _layer_norm_down(b, a, x, weight, *bias):
+    mean = lambda v: b.reduce(v, kind="mean", axes=(b.rank(x) - 1,), keepdims=True)  # noqa: E731
+    centred = b.sub(x, mean(x))
+    scale = b.rsqrt(b.add(mean(b.mul(centred, centred)), b.scalar(a["eps"])))
+    result = b.mul(b.mul(centred, scale), weight)
+    return (b.add(result, bias[0]) if bias else result,)
+
+
 def _add_norm(attrs, x, residual, weight):
     total = residual + x
     return (_rms(total, weight, attrs["eps"]), total)
@@ -190,18 +215,21 @@ def _quantize(attrs, x):
 
 ROWS = [
     OpRow("embedding", ("ids", "table"), _infer_embedding, lambda a, ids, table: (table[ids],), factors="t,vd->td",
-          gathers=(1, 0), decompose=lambda b, a, ids, table: (b.gather_rows(table, ids),)),
+          gathers=(1, 0), matrices=("table",), decompose=lambda b, a, ids, table: (b.gather_rows(table, ids),)),
     OpRow("linear", ("x+", "weight", "bias?"), _infer_linear, _linear, factors="tk,nk,n->tn", cost=_linear_flops,
-          decompose=_linear_down),
+          matrices=("weight",), decompose=_linear_down),
     OpRow("linears", ("x+", "weights*"), _infer_linears, _linears, factors="tk,nk*->tn*", cost=_linear_flops,
+          matrices=("weights*",),
           decompose=lambda b, a, *v: tuple(
               b.linear(*b.activation(v)[0], w) for w in b.activation(v)[1])),
     OpRow("gated_linear", ("x+", "gate", "up"), _infer_gated, _gated, attrs={"act": REQUIRED},
-          factors="tk,nk,nk->tn", cost=_linear_flops,
+          factors="tk,nk,nk->tn", cost=_linear_flops, matrices=("gate", "up"),
           decompose=lambda b, a, *v: (
               (lambda x, w: b.mul(b.op(a["act"], b.linear(*x, w[0])), b.linear(*x, w[1])))(*b.activation(v)),)),
     OpRow("rms_norm", ("x", "weight"), _infer_norm, lambda a, x, w: (_rms(x, w, a["eps"]),), attrs={"eps": REQUIRED},
           factors="...d,d->...e", cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_norm_down),
+    OpRow("layer_norm", ("x", "weight", "bias?"), _infer_layer_norm, _layer_norm, attrs={"eps": REQUIRED},
+          factors="...d,d,d->...e", cost=lambda a, o, r: scaled(size(o[0].shape), 7), decompose=_layer_norm_down),
     OpRow("add_rms_norm", ("x", "residual", "weight"), _infer_norm, _add_norm, attrs={"eps": REQUIRED},
           factors="...d,...d,d->...e,...d", cost=lambda a, o, r: scaled(size(o[0].shape), 5),
           decompose=_add_norm_down),

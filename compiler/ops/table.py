@@ -43,6 +43,7 @@ class OpRow:
     views      the result holds the operand's elements, moved or renamed, and nothing else
     aliases    a view that moves nothing: the result is the operand's memory under another shape
     elementwise  every result element depends on the operand elements at the same index (after broadcasting)
+    matrices   operands whose rows may be stored in a packed format; a weight that any other operand reads is dense
     """
 
     name: str
@@ -60,6 +61,7 @@ class OpRow:
     views: bool = False
     aliases: bool = False
     elementwise: bool = False
+    matrices: tuple[str, ...] = ()
 
     def complete(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """``attrs`` with defaults filled in; unknown and missing ones are errors."""
@@ -89,6 +91,14 @@ class OpRow:
                 expected = "a state" if i == self.state else "a tensor"
                 raise LegalityError(f"{self.name}: operand {i} must be {expected}, got {operand}.")
 
+    def matrix_operands(self, operands: Sequence[Spec]) -> tuple[int, ...]:
+        """Which of ``operands`` are ``matrices``."""
+        quantized = self.operands and self.operands[0].endswith("+") and operands and operands[0].dtype == "i8"
+        names = [name.rstrip("?+") for name in self.operands]
+        names[:1] = names[:1] * (3 if quantized else 1)
+        names += [names[-1]] * (len(operands) - len(names)) if names else []
+        return tuple(i for i, name in enumerate(names[: len(operands)]) if name in self.matrices)
+
     def results(self, attrs: Mapping[str, Any], operands: Sequence[Spec]) -> tuple[TensorSpec, ...]:
         """What the operator gives; LegalityError when its attributes or operands don't fit."""
         self.check_operands(operands)
@@ -109,9 +119,9 @@ def _as_kind(operator: str, name: str, value: Any, default: Any) -> Any:
 @cache
 def table() -> Mapping[str, OpRow]:
     """Every operator by name."""
-    from adaptc.ops import dense, elementwise, mixing, shape
+    from adaptc.ops import dense, elementwise, mixing, routing, shape
 
-    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS]
+    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *routing.ROWS]
     for point in sorted(entry_points(group="adaptc.operators"), key=lambda p: p.name):
         rows.extend(point.load())
     result: dict[str, OpRow] = {}

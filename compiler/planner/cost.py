@@ -63,6 +63,10 @@ def _state_bytes(spec: StateSpec, appends: bool) -> Form:
 
 def _row_bytes(table: TensorSpec, rows: TensorSpec, packed: PackedBytes) -> Form:
     """The rows of a table that a lookup reads."""
+    if table.format is not None and len(table.shape) == 3 and isinstance(rows.shape[0], str):  # whole matrices, each at most once
+        chosen = prod(rows.shape[1:])
+        most = {f"{rows.shape[0]}<{max(1, table.shape[0] // chosen)}": chosen}
+        return scaled(most, weight_bytes(table, packed) // table.shape[0])
     if table.format is not None:
         return scaled(size(rows.shape), weight_bytes(table, packed) // table.shape[0])
     return scaled(size((*rows.shape, *table.shape[1:])), DTYPE_BYTES[table.dtype])

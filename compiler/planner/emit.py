@@ -12,7 +12,7 @@ from adaptc.errors import LegalityError
 from adaptc.ir import dialect
 from adaptc.ir.build import short_name
 from adaptc.ir.lowered import kernel_uses, scratch_of
-from adaptc.ir.module import ROLES, STEP, Program, callee, joined, source_of, spec_of
+from adaptc.ir.module import DIMENSIONS, STEP, Program, callee, joined, source_of, spec_of
 from adaptc.plan import (DTYPE_BYTES, Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart,
                          Symbol)
 from adaptc.planner.cost import cost_of, weight_bytes
@@ -91,12 +91,12 @@ class _Emitter:
         return found.pop() if found else (1, 1)
 
     def inputs(self, groups: tuple[CacheGroup, ...]) -> dict[str, str]:
-        for role in ROLES:
-            symbol = "S" if role == "sampled" else "T"
-            self._buffer(f"input:{role}", "input", TensorSpec("i32", (symbol,)))
+        roles = self.program.roles
+        for role in roles:
+            self._buffer(f"input:{role}", "input", TensorSpec("i32", (DIMENSIONS.get(role, "T"),)))
         for group in groups:
             self._buffer(f"pages:{group.name}", "pages", TensorSpec("i32", ("R", group.max_pages)), source=group.name)
-        return {role: f"input:{role}" for role in ROLES} | {f"pages:{g.name}": f"pages:{g.name}" for g in groups}
+        return {role: f"input:{role}" for role in roles} | {f"pages:{g.name}": f"pages:{g.name}" for g in groups}
 
     # ---- buffers
 
@@ -132,7 +132,7 @@ class _Emitter:
     def operators(self) -> list[Operator]:
         step = self.functions[STEP]
         self._buffer("output:logits", "output", TensorSpec("f32", ("S", self.program.fact("vocabulary"))))
-        arguments = [f"input:{role}" for role in ROLES]
+        arguments = [f"input:{role}" for role in self.program.roles]
         return self._function(step, 0, arguments, ["output:logits"], "")
 
     def _function(self, function, frame: int, arguments: list[str], results: list[str], path: str) -> list[Operator]:

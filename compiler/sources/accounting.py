@@ -14,6 +14,9 @@ from adaptc.errors import InputError
 from adaptc.models import waivers
 
 
+_MISSING = object()
+
+
 class ConfigReads:
     """The keys that were read, against those that were given. Nested keys are dotted: ``rope_parameters.factor``."""
 
@@ -22,9 +25,11 @@ class ConfigReads:
         self.read: set[str] = set()
         self._declared = dict(type(config).attribute_map)
         self._layer_types = getattr(config, "layer_types", None)
+        self._defaults = type(config)
 
     def unread_keys(self) -> tuple[str, ...]:
-        """Given keys that are neither read, under any of their names, nor waived (``adaptc.models.waivers``)."""
+        """Given keys that are neither read, under any of their names, nor waived (``adaptc.models.waivers``), nor say
+        what the configuration class says by itself."""
         return tuple(key for key in _leaves(self.given) if not self._accounted(key))
 
     def check(self) -> None:
@@ -38,9 +43,13 @@ class ConfigReads:
             )
 
     def _accounted(self, key: str) -> bool:
-        if waivers.reason(waivers.CONFIG, key):
+        if waivers.reason(waivers.CONFIG, key) or self._default(key):
             return True
         return any(self._canonical(name) in self.read or self._idle(name) for name in waivers.aliases(key))
+
+    def _default(self, key: str) -> bool:
+        """Whether the value is the class's own default: leaving the key out would make no difference."""
+        return key in self.given and getattr(self._defaults, key, _MISSING) == self.given[key]
 
     def _idle(self, key: str) -> bool:
         """Whether only layers of a type that the model doesn't have would read ``key``."""

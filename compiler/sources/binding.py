@@ -29,12 +29,20 @@ class Binding:
     row_permutation: tuple[str, int] | None = None
     add: float = 0.0
 
+    @property
+    def transposed(self) -> bool:
+        return self.row_permutation is not None and self.row_permutation[0] == TRANSPOSE
+
     def rows(self, count: int) -> np.ndarray | None:
         """The stored row of each of the parameter's ``count`` rows, int64; None when rows stay where they are."""
-        if self.row_permutation is None:
+        if self.row_permutation is None or self.transposed:
             return None
         rule, argument = self.row_permutation
         return _RULES[rule](count, argument)
+
+
+TRANSPOSE = "transpose"
+"""The rule that isn't a permutation of rows: the tensor's last two axes are exchanged."""
 
 
 def bind(

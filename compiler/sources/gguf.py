@@ -23,7 +23,7 @@ from adaptc.sources.tensor import SourceTensor, locate
 _ROPE_FACTORS = "rope_freqs.weight"
 _COUNTS = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "rope.dimension_count",
            "feed_forward_length")
-_MEASURES = ("attention.layer_norm_rms_epsilon", "rope.freq_base")
+_MEASURES = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base")
 _OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count", "rope.freq_base")
 _LARGEST = 1 << 30
 
@@ -124,7 +124,7 @@ class GgufSource(Source):
         names = self._config_names()
         self._check_agreement(own)
         self._check_unread(own, names)
-        self._check_sizes(own)
+        self._check_sizes(own, names)
         given = {"tie_word_embeddings": "output.weight" not in self.tensors}
         given |= {name: own[key] for key, name in names.items() if name and key in own}
         given |= {
@@ -162,7 +162,7 @@ class GgufSource(Source):
                 hint="A model compiled without them might not be the authors' model.",
             )
 
-    def _check_sizes(self, own: Mapping[str, Any]) -> None:
+    def _check_sizes(self, own: Mapping[str, Any], names: Mapping[str, str | None]) -> None:
         """The numbers that all else follows from, against the tensors, before anything of these sizes is built."""
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
@@ -171,7 +171,7 @@ class GgufSource(Source):
         for key, expected in {"block_count": len(layers), "embedding_length": embedding.shape[1]}.items():
             if own[key] != expected:
                 raise self._damaged(f"{self.architecture}.{key} is {own[key]!r}, and the tensors have {expected}")
-        for key in (*_COUNTS, *_MEASURES):
+        for key in (key for key in (*_COUNTS, *_MEASURES) if key in names):
             value = own.get(key, 1) if key in _OPTIONAL else own[key]
             if not 0 < value < _LARGEST:
                 raise self._damaged(f"{self.architecture}.{key} is {value!r}")

@@ -12,6 +12,7 @@ from adaptc.errors import InputError, UnsupportedError
 from adaptc.formats import FORMATS
 from adaptc.sources import text
 from adaptc.sources.binding import Binding
+from adaptc.sources.conversion import ConvertedTensor, converted
 from adaptc.sources.gguf_file import map_bytes
 from adaptc.sources.source import Source
 from adaptc.sources.tensor import SourceTensor, locate
@@ -32,29 +33,38 @@ class HuggingFaceSource(Source):
 
     kind = "huggingface"
 
-    def __init__(self, folder: Path, name: str | None = None):
+    def __init__(self, folder: Path, name: str | None = None, *, trust_remote_code: bool = False):
         self.folder = folder
+        self.trust_remote_code = trust_remote_code
         self.name = name or folder.resolve().name
         self._given = _read_json(folder / "config.json")
         self._check_config()
         self._shards = self._list_shards()
-        self.tensors: dict[str, SourceTensor] = {}
+        self._stored: dict[str, SourceTensor] = {}
         for shard, expected in self._shards.items():
             self._add_shard(folder / shard, expected)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, SourceTensor | ConvertedTensor]:
+        """As transformers' classes have them: see ``conversion``."""
+        return converted(self._stored, (*(self._given.get("architectures") or ()), self._given["model_type"]))
 
     @cached_property
     def config(self) -> Any:
         from transformers import CONFIG_MAPPING, AutoConfig
 
         kind = self._given["model_type"]
-        if kind not in CONFIG_MAPPING:
+        own = "auto_map" in self._given
+        if kind not in CONFIG_MAPPING and not (own and self.trust_remote_code):
             raise UnsupportedError(
                 f"config.json of {self.name} has the model_type {kind!r}, which the installed transformers "
                 "doesn't have.",
-                hint="Is the name right? A newer transformers may know it.",
+                hint="The folder brings code of its own: look at it, and run it with --trust-remote-code." if own
+                else "Is the name right? A newer transformers may know it.",
             )
         try:
-            return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            return AutoConfig.from_pretrained(self.folder, local_files_only=True,
+                                              trust_remote_code=own and self.trust_remote_code)
         except Exception as error:  # validation errors of transformers share no narrower class
             raise InputError(f"config.json of {self.name} is no valid configuration: {error}") from error
 
@@ -66,7 +76,10 @@ class HuggingFaceSource(Source):
         return tuple(path for name in names if (path := self.folder / name).is_file())
 
     def supplier(self, parameter: str) -> Binding:
-        return Binding(parameter)
+        """The tensor of that name, or, in a checkpoint of the model without its head, the one without the first
+        step of the name."""
+        short = parameter.partition(".")[2]
+        return Binding(parameter if parameter in self.tensors or short not in self.tensors else short)
 
     def text(self) -> text.TextBundle:
         """From transformers' tokenizer of the folder; empty when it has none."""
@@ -142,13 +155,13 @@ class HuggingFaceSource(Source):
         if missing:
             raise InputError(f"{path.name} of {self.name} lacks the tensor {missing[0]!r} that the index places there.")
         for name, entry in header.items():
-            if name in self.tensors:
-                raise InputError(f"the tensor {name!r} of {self.name} is in {self.tensors[name].file} and {path.name}.")
+            if name in self._stored:
+                raise InputError(f"the tensor {name!r} of {self.name} is in {self._stored[name].file} and {path.name}.")
             format = FORMATS.get(_DTYPES.get(entry["dtype"], ""))
             found = locate(name, tuple(entry["shape"]), format, entry["dtype"], data, start + entry["data_offsets"][0],
                            path.name)
             if found is not None:
-                self.tensors[name] = found
+                self._stored[name] = found
 
 
 def _ids(content: Mapping[str, Any], file: str) -> list[int]:

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adaptc import blocks
 from adaptc.errors import InputError
 from adaptc.formats import FORMATS, WeightFormat
@@ -22,7 +24,7 @@ from adaptc.sources.text import TextBundle
 class Source(ABC):
     """A model as published. Opening it checks the files' structure; everything else happens when it is asked for.
 
-    kind      "gguf" or "huggingface"
+    kind      "gguf", "huggingface" or "module"
     name      the file's or folder's name, or the hub id
     tensors   the files' tensors by the files' own names
     """
@@ -30,6 +32,8 @@ class Source(ABC):
     kind: str
     name: str
     tensors: Mapping[str, SourceTensor]
+    trust_remote_code: bool = False
+    """Whether modelling code that comes with the model may run."""
 
     @cached_property
     @abstractmethod
@@ -52,6 +56,10 @@ class Source(ABC):
     def text(self) -> TextBundle:
         """Tokenizer, chat template and stop tokens."""
 
+    def module(self) -> Any:
+        """The authors' module without weights, if the source has one; None when it is built from ``config``."""
+        return None
+
     @cached_property
     def hashes(self) -> dict[str, str]:
         """SHA-256 of each file, by file name."""
@@ -70,6 +78,10 @@ class Source(ABC):
             codes = {"codes": blocks.dequantize(format, codes) + blocks.FLOAT_DTYPES["f32"].type(binding.add)}
             format = FORMATS["f32"]
         check_finite(tensor, format, codes)
+        if binding.transposed:
+            if not format.is_float:  # groups of columns would become groups of rows
+                format, codes = FORMATS["f32"], {"codes": blocks.dequantize(format, codes)}
+            return format, {"codes": np.ascontiguousarray(codes["codes"].swapaxes(-1, -2))}
         rows = binding.rows(tensor.shape[0])
         return format, codes if rows is None else blocks.take_rows(codes, rows)
 

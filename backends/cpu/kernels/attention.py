@@ -186,7 +186,9 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     e = Emitter(level)
     heads, group = params["heads"], params["heads"] // params["kv_heads"]
     width, value_width, block, window = (params[k] for k in ("width", "value_width", "key_block", "window"))
-    query, positions, requests, pool, table, out = (e.buffer(i) for i in range(6))
+    query, positions, requests, pool, table = (e.buffer(i) for i in range(5))
+    sinks = e.buffer(5) if params.get("sinks") else None
+    out = e.buffer(6 if sinks else 5)
     tokens = e.size("T")
     lanes = _lanes(e, params)
     floats = vec(lanes, "f32")
@@ -285,8 +287,12 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         """One key head's rows of consecutive tokens of a request."""
 
         def clear(token: Value, row: Value, offset: Value, count: int) -> None:
-            e.store(e.const(-math.inf, floats), e.at(maxima, row, floats))
-            e.store(e.const(0.0, floats), e.at(sums, row, floats))
+            top, total = e.const(-math.inf, floats), e.const(0.0, floats)
+            if sinks:  # a score that is there from the start, with a value of 0
+                score = e.load(e.at(sinks, e.sub(offset, e.mul(token, heads)), "f32"), "f32")
+                top, total = e.splat(score, lanes), e.const((1.0, *[0.0] * (lanes - 1)), floats)
+            e.store(top, e.at(maxima, row, floats))
+            e.store(total, e.at(sums, row, floats))
             for place in columns(e.at(out, e.mul(offset, value_width), "f32")):
                 e.store(e.const(0.0, floats), place)
 
@@ -351,7 +357,8 @@ def append_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 def attend_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     query, out = (f"f32[T,{params['heads']},{params[name]}]" for name in ("width", "value_width"))
-    return (f"in:{query}", "in:i32[T]", "in:i32[T]", *_state(params), f"out:{out}")
+    sinks = [f"weight:f32[{params['heads']}]"] if params.get("sinks") else []
+    return (f"in:{query}", "in:i32[T]", "in:i32[T]", *_state(params), *sinks, f"out:{out}")
 
 
 FAMILIES = {
@@ -362,7 +369,7 @@ FAMILIES = {
 
 def select(spec: OpSpec) -> Selection | None:
     """Two kernels, as every row must be written before any is read; None for widths that don't fill vectors."""
-    query, key, value, _, _, state = spec.operands
+    query, key, value, _, _, state, *sinks = spec.operands
     assert isinstance(state, StateSpec)
     width, value_width = key.shape[2], value.shape[2]
     sizes = (width, value_width, state.key_block)
@@ -376,11 +383,12 @@ def select(spec: OpSpec) -> Selection | None:
         "heads": query.shape[1], "key_block": state.key_block, "scaling": float(spec.attrs["scaling"]),
         "softcap": float(spec.attrs.get("softcap", 0.0)), "window": int(spec.attrs.get("window", 0)),
     }  # fmt: skip
+    attend |= {"sinks": True} if sinks else {}
     where = ("operand:3", "operand:4", "state:5", "pages:5")
     return Selection(
         (
             KernelUse(KernelSpec("kv_append", tuple(sorted(paging.items()))), ("operand:1", "operand:2", *where)),
-            KernelUse(KernelSpec("attend", tuple(sorted(attend.items()))), ("operand:0", *where, "result:0")),
+            KernelUse(KernelSpec("attend", tuple(sorted(attend.items()))), ("operand:0", *where, *(["operand:6"] if sinks else []), "result:0")),
         )
     )
 

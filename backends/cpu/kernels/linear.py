@@ -49,7 +49,7 @@ def _chunks(e: Emitter, rows: Value, k: int, kind: type[Floats | Codes], body: C
         body(tiles)
 
 
-def _store(e: Emitter, out: Value, n: int, row: Value, unit: Value, values: Sequence[Value]) -> None:
+def store_rows(e: Emitter, out: Value, n: int, row: Value, unit: Value, values: Sequence[Value]) -> None:
     """Writes values[i] to row + i, columns lanes * unit.. of out f32[rows, n], and nothing beyond column n."""
     column = e.mul(unit, e.lanes)
     here = e.at(e.at(out, e.mul(row, n), "f32"), column, "f32")
@@ -74,11 +74,11 @@ def _emit_linears(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     low, high = e.share(sum(weight.units(e) for weight in weights))
 
     def product(tiles: Tiles, weight: Packed, out: Value, unit: Value) -> None:
-        start = _bias(e, bias, weight.n, unit)
+        start = bias_of(e, bias, weight.n, unit)
 
         def work(row: Value, tile: int) -> None:
             values = dot(e, weight, unit, kind.at(e, k, x, row), tile)
-            _store(e, out, weight.n, row, unit, [e.add(v, start) if start else v for v in values])
+            store_rows(e, out, weight.n, row, unit, [e.add(v, start) if start else v for v in values])
 
         tiles(work)
 
@@ -94,7 +94,7 @@ def _emit_linears(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     return e.text(symbol)
 
 
-def _bias(e: Emitter, bias: Value | None, n: int, unit: Value) -> Value | None:
+def bias_of(e: Emitter, bias: Value | None, n: int, unit: Value) -> Value | None:
     if bias is None:
         return None
     column = e.mul(unit, e.lanes)
@@ -118,7 +118,7 @@ def _emit_gated(params: Mapping[str, Any], symbol: str, level: Level) -> str:
             def work(row: Value, tile: int) -> None:
                 here = kind.at(e, k, x, row)
                 gates, ups = (dot(e, weight, loop.index, here, tile) for weight in (gate, up))
-                _store(e, out, gate.n, row, loop.index, [e.mul(activation(e, g), u) for g, u in zip(gates, ups)])
+                store_rows(e, out, gate.n, row, loop.index, [e.mul(activation(e, g), u) for g, u in zip(gates, ups)])
 
             tiles(work)
 

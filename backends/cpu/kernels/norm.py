@@ -1,4 +1,4 @@
-"""Root-mean-square norms over the last dimension: x·weight/√(mean(x²) + eps).
+"""Norms over the last dimension: x·weight/√(mean(x²) + eps), and with the mean taken off first.
 
 The squares are summed in four vectors that take turns (one, where the columns don't divide evenly), which are then
 added as a tree: the order depends on the number of columns and the level's lanes only. Threads share out rows.
@@ -6,7 +6,7 @@ added as a tree: the order depends on the number of columns and the level's lane
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
@@ -65,6 +65,59 @@ def _emit(params: Mapping[str, Any], symbol: str, level: Level, residual: bool) 
     return e.text(symbol)
 
 
+def _emit_layer_norm(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+    """(x - mean)·weight/√(mean((x - mean)²) + eps) + bias: the mean first, then the squares of what is left."""
+    e = Emitter(level)
+    *lead, columns = params["shape"]
+    with_bias = params["bias"]
+    x, weight = e.buffer(0), e.buffer(1)
+    bias, out = e.buffer(2) if with_bias else None, e.buffer(2 + with_bias)
+    whole, tail = columns - columns % e.lanes, columns % e.lanes
+    rest = e.mask(e.const(tail, "i64"))
+
+    def read(pointer: Value, column: Value | int, mask: Value | None) -> Value:
+        place = e.at(pointer, column, "f32")
+        return e.load(place, e.floats) if mask is None else e.load_masked(place, mask, e.floats)
+
+    low, high = e.share(product(e, lead))
+    with e.loop(low, high) as row:
+        here, there = (e.at(p, e.mul(row.index, columns), "f32") for p in (x, out))
+
+        def mean(term: Callable[[Value], Value]) -> Value:
+            """Of a function of the row's elements."""
+            with e.loop(0, whole, e.lanes, [e.const(0.0, e.floats)]) as column:
+                column.end(e.add(column.args[0], term(read(here, column.index, None))))
+            total = column.results[0]
+            if tail:
+                total = e.add(total, e.select(rest, term(read(here, whole, rest)), 0.0))
+            return e.div(e.reduce(e.add, total), float(columns))
+
+        middle = e.splat(mean(lambda v: v))
+
+        def square(v: Value) -> Value:
+            v = e.sub(v, middle)
+            return e.mul(v, v)
+
+        scale = e.splat(vmath.rsqrt(e, e.add(mean(square), params["eps"])))
+
+        def write(column: Value | int, mask: Value | None = None) -> None:
+            value = e.mul(e.mul(e.sub(read(here, column, mask), middle), scale), read(weight, column, mask))
+            value = e.add(value, read(bias, column, mask)) if with_bias else value
+            place = e.at(there, column, "f32")
+            e.store(value, place) if mask is None else e.store_masked(value, place, mask)
+
+        with e.loop(0, whole, e.lanes) as column:
+            write(column.index)
+        if tail:
+            write(whole, rest)
+    return e.text(symbol)
+
+
+def _layer_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
+    rows, vector = describe("f32", params["shape"]), f"in:f32[{params['shape'][-1]}]"
+    return (f"in:{rows}", *(vector,) * (1 + params["bias"]), f"out:{rows}")
+
+
 def _signature(params: Mapping[str, Any], residual: bool) -> tuple[str, ...]:
     rows = describe("f32", params["shape"])
     count = 2 if residual else 1
@@ -74,6 +127,7 @@ def _signature(params: Mapping[str, Any], residual: bool) -> tuple[str, ...]:
 FAMILIES = {
     "rms_norm": Family(lambda p, s, level: _emit(p, s, level, False), lambda p: _signature(p, False)),
     "add_rms_norm": Family(lambda p, s, level: _emit(p, s, level, True), lambda p: _signature(p, True)),
+    "layer_norm": Family(_emit_layer_norm, _layer_signature),
 }
 
 
@@ -82,7 +136,8 @@ def select(spec: OpSpec) -> Selection | None:
     if not isinstance(shape[-1], int) or not all(dense(o) and o.dtype == "f32" for o in spec.operands):
         return None
     args = [f"operand:{i}" for i in range(len(spec.operands))] + [f"result:{i}" for i in range(len(spec.results))]
-    kernel = KernelSpec(spec.op, (("eps", float(spec.attrs["eps"])), ("shape", shape)))
+    bias = (("bias", len(spec.operands) == 3),) if spec.op == "layer_norm" else ()
+    kernel = KernelSpec(spec.op, (*bias, ("eps", float(spec.attrs["eps"])), ("shape", shape)))
     return Selection((KernelUse(kernel, tuple(args)),))
 
 

@@ -1,0 +1,224 @@
+"""Families that people run, as tiny Hugging Face directories with random weights, and the check that each must pass.
+
+    python tests/families.py [NAME ...] [--seeds N] [--stop STAGE]     lists what fails, and why
+
+A family is a row: transformers' model_type and configuration keys. Hidden size 64, head widths multiples of 8,
+windows of 8 tokens, at least one layer of each type.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Mapping
+
+import numpy as np
+
+VOCABULARY = 128
+PROMPT, STEPS = 17, 24
+PAGE = 4
+"""Tokens a page: fewer than a window."""
+
+TOLERANCE = 1e-4
+"""Largest difference of a row's logits, as a share of the row's largest one."""
+
+NEAR_TIE = 1e-5
+"""A router whose k-th and next score are closer than this may choose another expert in another order of sums."""
+
+BASE = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+HEADS = BASE | dict(head_dim=16)
+SLIDING_FULL = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=8)
+EXPERTS = HEADS | dict(num_experts_per_tok=2, moe_intermediate_size=32)
+MLA = BASE | dict(
+    num_hidden_layers=3, num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
+    v_head_dim=16, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32,
+    first_k_dense_replace=1)
+
+
+@dataclass(frozen=True)
+class Family:
+    """``model_type`` and configuration ``keys``; ``dense`` says that no router chooses anything."""
+
+    model_type: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+
+def rope(kind: str, **keys: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **keys}}
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("llama", HEADS),
+    "llama3": Family("llama", HEADS | dict(tie_word_embeddings=True) | rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)),
+    "mistral": Family("mistral", HEADS | dict(sliding_window=8)),
+    "qwen2": Family("qwen2", BASE | dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    "qwen3": Family("qwen3", HEADS),
+    "rope_linear": Family("llama", HEADS | rope("linear", factor=4.0)),
+    "rope_yarn": Family("llama", HEADS | rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "rope_dynamic": Family("llama", HEADS | dict(max_position_embeddings=16) | rope("dynamic", factor=4.0)),
+    "gemma2": Family("gemma2", HEADS | SLIDING_FULL | dict(query_pre_attn_scalar=16)),
+    "gemma3": Family("gemma3_text", HEADS | SLIDING_FULL | dict(query_pre_attn_scalar=16)),
+    "phi3": Family("phi3", BASE | dict(sliding_window=8)),
+    "phi3_longrope": Family("phi3", BASE | dict(sliding_window=None, original_max_position_embeddings=16) | rope(
+        "longrope", short_factor=[1.0 + 0.05 * i for i in range(8)], long_factor=[2.0 + 0.5 * i for i in range(8)],
+        original_max_position_embeddings=16)),
+    "rope_partial": Family("phi3", BASE | dict(sliding_window=8, num_attention_heads=4) | rope(
+        "longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 2.5, 3.0, 4.0], partial_rotary_factor=0.5,
+        original_max_position_embeddings=16)),
+    "glm4": Family("glm4", HEADS | dict(partial_rotary_factor=0.5)),
+    "olmo2": Family("olmo2", BASE),
+    "granite": Family("granite", BASE | dict(embedding_multiplier=12.0, residual_multiplier=0.22,
+                                             attention_multiplier=0.0625, logits_scaling=8.0)),
+    "smollm3": Family("smollm3", BASE | dict(num_hidden_layers=4, no_rope_layer_interval=4)),
+    "cohere2": Family("cohere2", HEADS | SLIDING_FULL | dict(logit_scale=0.25)),
+    "starcoder2": Family("starcoder2", BASE | dict(sliding_window=8, use_bias=True)),
+    "gpt2": Family("gpt2", dict(vocab_size=VOCABULARY, n_embd=64, n_head=4, n_layer=2, n_positions=64, n_inner=96,
+                                bos_token_id=1, eos_token_id=2)),
+    "gpt_neox": Family("gpt_neox", {k: v for k, v in BASE.items() if k != "num_key_value_heads"}
+                       | dict(rotary_pct=0.5)),
+    "opt": Family("opt", dict(vocab_size=VOCABULARY, hidden_size=64, ffn_dim=96, num_hidden_layers=2,
+                              num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=64,
+                              bos_token_id=1, eos_token_id=2, pad_token_id=0)),
+    "mixtral": Family("mixtral", HEADS | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8)),
+    "qwen3_moe": Family("qwen3_moe", EXPERTS | dict(num_experts=8, mlp_only_layers=[], norm_topk_prob=True)),
+    "gpt_oss": Family("gpt_oss", HEADS | SLIDING_FULL | dict(num_local_experts=4, num_experts_per_tok=2) | rope(
+        "yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=16)),
+    "deepseek_v2": Family("deepseek_v2", MLA | dict(q_lora_rank=None, n_group=4, topk_group=2,
+                                                    topk_method="group_limited_greedy", routed_scaling_factor=1.5)),
+    "deepseek_v3": Family("deepseek_v3", MLA | dict(q_lora_rank=32, n_group=4, topk_group=2,
+                                                    routed_scaling_factor=2.5)),
+}
+
+
+def write(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
+    """A model directory of the family; ``changes`` are configuration keys."""
+    row = FAMILIES[family]
+    model = build(row.model_type, row.keys | changes, seed)
+    model.save_pretrained(folder)
+    return folder
+
+
+def build(model_type: str, keys: Mapping[str, Any], seed: int):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    config = AutoConfig.for_model(model_type, **keys)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomise(model)
+    return model
+
+
+def randomise(model) -> None:
+    """Weights that keep activations near 1 and give logits that aren't flat; norms and biases of their own."""
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+            if not tensor.is_floating_point():
+                continue
+            vector = tensor.ndim == 1 or name.endswith("bias")
+            centre = 1.0 if tensor.ndim == 1 and bool((tensor == 1).all()) else 0.0
+            scale = 0.1 if vector else 1.5 * min(tensor.shape[-1], 64) ** -0.5
+            tensor.copy_(torch.randn_like(tensor) * scale + centre)
+
+
+def persistent_buffers(model):
+    kept = model.state_dict(keep_vars=True)
+    return [(name, b) for name, b in model.named_buffers() if name in kept]
+
+
+def reference(folder: Path, tokens) -> tuple[np.ndarray, np.ndarray]:
+    """(logits f32[T, V] of the authors' own forward, smallest margin of a router's choice at each token)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    margins = np.full(len(tokens), np.inf)
+    original = torch.topk
+
+    def topk(scores, k, *args, **kwargs):
+        if scores.ndim == 2 and scores.shape[0] == len(tokens) and k < scores.shape[1]:
+            ordered = original(scores.float(), k + 1, dim=-1).values
+            margins[:] = np.minimum(margins, (ordered[:, k - 1] - ordered[:, k]).detach().numpy())
+        return original(scores, k, *args, **kwargs)
+
+    torch.topk = topk
+    try:
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
+    finally:
+        torch.topk = original
+    return logits, margins
+
+
+def tokens_of(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCABULARY, count).tolist()
+
+
+@dataclass(frozen=True)
+class Result:
+    """``worst`` relative difference of a counted row, ``near`` share of rows that weren't counted, and whether one
+    shot, single tokens and chunks gave the same bits."""
+
+    worst: float
+    near: float
+    same: bool
+
+
+def check(folder: Path, artifact: Path, seed: int = 0, threads: int = 1) -> Result:
+    """Prefill and single-token steps of one sequence against the authors' forward."""
+    import adaptc
+
+    tokens = tokens_of(PROMPT + STEPS, seed)
+    expected, margins = reference(folder, tokens)
+    with adaptc.load(artifact, threads=threads) as session:
+        whole = session.score(tokens)
+        steps = session.score(tokens, chunk=1)
+        pieces = session.score(tokens, chunk=5)
+    error = np.abs(whole - expected).max(-1) / np.abs(expected).max(-1)
+    counted = margins >= NEAR_TIE
+    same = np.array_equal(whole, steps) and np.array_equal(whole, pieces)
+    return Result(float(error[counted].max()), float(1 - counted.mean()), same)
+
+
+def compile_family(folder: Path, out: Path, **options: Any):
+    import adaptc
+
+    return adaptc.compile(folder, "cpu", output=out, workers=1,
+                          **{"page_size": PAGE, "max_step_tokens": 48, "max_requests": 4} | options)
+
+
+def main(names: list[str], seeds: int) -> int:
+    failed = 0
+    for name in names or FAMILIES:
+        with tempfile.TemporaryDirectory() as place:
+            start = time.perf_counter()
+            try:
+                for seed in range(seeds):
+                    folder = write(Path(place) / f"{name}-{seed}", name, seed)
+                    report = compile_family(folder, Path(place) / f"{seed}.adapt")
+                    result = check(folder, Path(place) / f"{seed}.adapt", seed)
+                    good = result.worst <= TOLERANCE and result.same and result.near <= 0.05
+                    failed += not good
+                    lowered = [r.op for r in report.coverage if r.status.startswith("decomposed")]
+                    print(f"{'ok  ' if good else 'FAIL'} {name:12} {result} {time.perf_counter() - start:.1f}s "
+                          f"{lowered or ''}", flush=True)
+            except Exception as error:
+                failed += 1
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                print(f"FAIL {name:12} {type(error).__name__}: {str(error)[:400]} ({where.filename.split('/')[-1]}:{where.lineno})", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    seeds = int(arguments.pop(arguments.index("--seeds") + 1)) if "--seeds" in arguments else 1
+    sys.exit(main([a for a in arguments if a != "--seeds"], seeds))

@@ -1,0 +1,43 @@
+!ids = tensor<?xi32, #adaptc.dims<["T"]>>
+!rows = tensor<?xi32, #adaptc.dims<["S"]>>
+!out = tensor<?x16xf32, #adaptc.dims<["S", "_"]>>
+!x = tensor<?x32xf32, #adaptc.dims<["T", "_"]>>
+!y = tensor<?x16xf32, #adaptc.dims<["T", "_"]>>
+
+// RUN: bind_transposes
+// The file's [K, N] is read as [N, K]; the weight that nobody reads any more is gone.
+// CHECK: rows = ["transpose", 0], stored = "f32", sym_name = "w.T", tensor = "w", type = tensor<16x32xf32>
+// CHECK: %1 = "adaptc.get"() {symbol = "w.T"} : () -> tensor<16x32xf32>
+// CHECK: "adaptc.linear"(%2, %1)
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "w", tensor = "w", type = tensor<32x16xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %w = "adaptc.get"() {symbol = "w"} : () -> tensor<32x16xf32>
+    %t = "adaptc.transpose"(%w) {perm = [1, 0]} : (tensor<32x16xf32>) -> tensor<16x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %y = "adaptc.linear"(%x, %t) : (!x, tensor<16x32xf32>) -> !y
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!y, !rows) -> !out
+    return %end : !out
+  }
+}
+
+// -----
+
+// RUN: bind_transposes
+// DECLINE: activations are transposed where they are.
+!z = tensor<?x4x4xf32, #adaptc.dims<["T", "_", "_"]>>
+!flat = tensor<?x16xf32, #adaptc.dims<["T", "_"]>>
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x16xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x16xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x16xf32>) -> !flat
+    %a = "adaptc.reshape"(%x) {shape = ["T", 4, 4]} : (!flat) -> !z
+    %b = "adaptc.transpose"(%a) {perm = [0, 2, 1]} : (!z) -> !z
+    %c = "adaptc.reshape"(%b) {shape = ["T", 16]} : (!z) -> !flat
+    %end = "adaptc.gather_rows"(%c, %sampled) : (!flat, !rows) -> !out
+    return %end : !out
+  }
+}
