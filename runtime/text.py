@@ -39,11 +39,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text`` with BOS in front where the model wants it, once: also when the text writes it itself."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"The prompt is not Unicode text: {error.reason} at character {error.start}.") from error
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._tokenizer, text)
         if self.info.add_bos and ids[:1] != [self.info.bos_id]:
             ids = [self.info.bos_id, *ids]
         return ids
@@ -56,7 +52,7 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered chat, without BOS: a template writes it where the model wants it."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return _ids(self._tokenizer, text)
 
     def encode_literal(self, text: str, controls: Mapping[str, int]) -> list[int]:
         """Ids of ``text`` in which nothing is a control token but the substitutes ``controls`` (text → id of the
@@ -65,7 +61,7 @@ class Tokenizer:
         added, table = self._tokenizer.get_added_tokens_decoder(), self._literal
         table.add_tokens([_substitute(alias, added[i]) for alias, i in controls.items()])
         stands_for = {table.token_to_id(alias): i for alias, i in controls.items()}
-        ids = table.encode(text, add_special_tokens=False).ids
+        ids = _ids(table, text)
         if wrong := sorted(set(ids) & set(self.control.values())):
             raise RequestError(f"The model's tokenizer makes the control token {added[wrong[0]].content!r} of what "
                                "messages say.", hint="Take it out of them.")  # fmt: skip
@@ -85,6 +81,14 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"The prompt is not Unicode text: {error.reason} at character {error.start}.") from error
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 # ---- chat templates --------------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ class FakeCodegen:
     def __init__(self, *lacks: str):
         self.lacks = lacks
 
+    def level(self, name: str) -> str:
+        return name
+
     def select(self, spec: OpSpec) -> Selection | None:
         if spec.op in self.lacks:
             return None
