@@ -70,7 +70,8 @@ def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, step
         if progress:
             progress("goldens", done + 1, len(prompts))
     longest = max(len(r["tokens"]) for r in rows)
-    tensors = {name: np.stack([r[name] for r in rows]) for name in rows[0] if name != "tokens"}
+    # safetensors writes memory as it lies, and columns picked from logits lie column by column
+    tensors = {name: np.ascontiguousarray(np.stack([r[name] for r in rows])) for name in rows[0] if name != "tokens"}
     tensors |= {"tokens": np.stack([_padded(r["tokens"], longest) for r in rows]), "probe_ids": probes}
     metadata = {"kind": KIND, "version": VERSION, "model": source.name,
                 "files": json.dumps(source.hashes, sort_keys=True),
