@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import adaptc
 import tiny_gguf
@@ -214,6 +215,14 @@ def test_goldens_travel_in_the_artifact(model, tmp_path):
 
     golden.record(str(model), tmp_path / "g.safetensors", prompts=("Hello", "abc"), steps=4)
     adaptc.compile(model, "cpu", output=tmp_path / "a.adapt", goldens=tmp_path / "g.safetensors")
+    recorded = load_file(tmp_path / "g.safetensors")
+    for i, length in enumerate(recorded["prompt_lengths"]):
+        tokens = recorded["tokens"][i][recorded["tokens"][i] >= 0].tolist()
+        expected = reference_logits(model, tokens)[length - 1 : -1]
+        assert np.abs(recorded["probe_logits"][i] - expected[:, recorded["probe_ids"]]).max() < 1e-4
+        top = np.take_along_axis(expected, recorded["top_ids"][i].astype(np.int64), 1)
+        assert np.abs(recorded["top_logits"][i] - top).max() < 1e-4
+        assert expected.argmax(1).tolist() == tokens[length:]
     stored = tmp_path / "a.adapt" / "goldens.safetensors"
     assert stored.read_bytes() == (tmp_path / "g.safetensors").read_bytes()
     with pytest.raises(adaptc.errors.InputError, match="golden"):
