@@ -54,7 +54,7 @@ def test_passes_run_by_name_and_in_order(captured, tmp_path):
     assert "adaptc.rsqrt" in done.stderr and "raise_rms_norm" in done.stderr.splitlines()[-1]
     every = adaptc_("opt", captured, "--to", "fused", "--print-after", "all")
     names = [line[9:] for line in every.stderr.splitlines() if line.startswith("// after ")]
-    assert names[:3] == ["clean_up", "hoist_weight_math", "clean_up"] and names[-1] == "group_elementwise"
+    assert names[:4] == ["clean_up", "hoist_weight_math", "bind_transposes", "clean_up"] and names[-1] == "group_elementwise"
     adaptc_("opt", captured, "--to", "fused", "-o", tmp_path / "fused.mlir")
     assert (tmp_path / "fused.mlir").read_text() == every.stdout
 

@@ -231,12 +231,17 @@ OTHERS = [
     lambda: test_cpu_kernels.test_rope(3, 48), lambda: test_cpu_kernels.test_cast("f32", "f16"),
     lambda: test_cpu_kernels.test_cast("f16", "f32"), lambda: test_cpu_kernels.test_reduce("sum", (1, 2), False),
     lambda: test_cpu_kernels.test_moves("u8"), test_cpu_kernels.test_padding_lanes_change_no_bits,
+    lambda: test_cpu_kernels.test_layer_norm(("T", 20), True), lambda: test_cpu_kernels.test_layer_norm(("T", 64), False),
+    lambda: test_cpu_kernels.test_top_k(("T", 3)),
+    lambda: test_cpu_kernels.test_expert_linear("q4_k", 256, True, True, 13),
+    lambda: test_cpu_kernels.test_expert_linear("bf16", 64, False, False, 24),
 ]  # fmt: skip
 ATTENTION = [
     lambda: test_cpu_attention.test_formula_over_page_sizes_and_dtypes(3, "f16"),
     lambda: test_cpu_attention.test_shapes(8, 1, 24, 40, 8), lambda: test_cpu_attention.test_shapes(5, 1, 8, 48, 16),
     lambda: test_cpu_attention.test_shapes(9, 3, 64, 64, 32), lambda: test_cpu_attention.test_windows(17, 16),
     lambda: test_cpu_attention.test_bits_over_threads_chunks_and_batches(11, 3, 3),
+    lambda: test_cpu_attention.test_sinks(5),
 ]  # fmt: skip
 
 
