@@ -169,7 +169,11 @@ class Watched:
                 f"the run time feeds position {positions[first]} where request {requests[first]} goes on at "
                 f"{right[first]}", "run time: the step's positions", self.walk.operators[0].source))
         self.walk.begin(symbols)
-        self.walk.step(tokens, right, requests, role("sampled", symbols["S"]))
+        lengths = None
+        if "lengths" in self.walk.program.roles:  # by row of this step there, by request here
+            lengths = np.zeros(requests.max() + 1, np.int32)
+            lengths[requests] = role("lengths", symbols["R"])[rows]
+        self.walk.step(tokens, right, requests, role("sampled", symbols["S"]), lengths=lengths)
         self.executable.run(symbols, **options)
         self.steps += 1
 
@@ -288,6 +292,8 @@ def _one_step(executable, plan, tokens: list[int]) -> dict[str, int]:
     executable.inputs("positions")[:count] = np.arange(count)
     executable.inputs("requests")[:count] = 0
     executable.inputs("sampled")[:sampled] = np.arange(count - sampled, count)
+    if "lengths" in plan.inputs:
+        executable.inputs("lengths")[:1] = count
     for group in plan.groups:
         table = executable.inputs(f"pages:{group.name}")
         table[...] = -1

@@ -48,8 +48,11 @@ def lossless(weight: Weight) -> bool:
 
 
 def tensor_order(weight: Weight, values: np.ndarray) -> np.ndarray:
-    """A parameter's ``values`` with rows back where the file has them."""
-    order = Binding(weight.tensor, weight.rows or None).rows(len(values)) if weight.rows else None
+    """A parameter's ``values`` with rows, or the last two axes, back where the file has them."""
+    binding = Binding(weight.tensor, weight.rows or None)
+    if binding.transposed:
+        return values.swapaxes(-1, -2)
+    order = binding.rows(len(values))
     if order is None:
         return values
     stored = np.empty_like(values)
