@@ -313,13 +313,22 @@ def _check_given(given: "Program", captured: "Program", path: str | os.PathLike)
     for fact in ("vocabulary", "context"):
         if given.fact(fact) != captured.fact(fact):
             raise InputError(f"{path} says {fact} = {given.fact(fact)}, and the model has {captured.fact(fact)}.")
-    read, own = ({(w.tensor, w.rows, w.stored, w.spec.shape): w.tensor for w in program.weights().values()}
-                 for program in (given, captured))
+    read, own = ({_tensor_read(w): w.tensor for w in program.weights().values()} for program in (given, captured))
     hint = "The text and the model don't belong together."
     if unknown := sorted({read[key] for key in read.keys() - own.keys()}):
         raise InputError(f"{path} reads the tensor {unknown[0]!r} in a form that the model doesn't have.", hint=hint)
     if missing := sorted({own[key] for key in own.keys() - read.keys()}):
         raise InputError(f"{path} doesn't read the model's tensor {missing[0]!r}.", hint=hint)
+
+
+def _tensor_read(weight) -> tuple:
+    """The form in which a weight reads its tensor, but for an exchange of the last two axes, which a pass chooses."""
+    from adaptc.sources.binding import TRANSPOSE
+
+    shape = weight.spec.shape
+    if weight.rows[:1] == (TRANSPOSE,):
+        return weight.tensor, (), weight.stored, (*shape[:-2], shape[-1], shape[-2])
+    return weight.tensor, weight.rows, weight.stored, shape
 
 
 def _check_same(lowered: "Program", again: "Program") -> None:

@@ -104,15 +104,15 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
-def _plain(error: AdaptcError) -> AdaptcError:
+def _plain(error: AdaptcError) -> _Sent:
     """The error as one that pickles: classes with a hint need it as a keyword."""
     return _Sent(type(error), error.message, error.hint)
 
 
-class _Sent(AdaptcError):
+class _Sent(Exception):
     def __init__(self, kind, message, hint):
-        super().__init__(message, hint=hint)
-        self.kind = kind
+        super().__init__(message)
+        self.kind, self.message, self.hint = kind, message, hint
 
     def __reduce__(self):
         return _rebuilt, (self.kind, self.message, self.hint)

@@ -51,13 +51,18 @@ class Subject:
                                    hint="Its codegen needs `unpack` (adaptc.protocol.Codegen).")
         self.captured = Program.parse(self.artifact.read("ir/captured.mlir").decode(), "ir/captured.mlir")
         self.laid_out = Program.parse(self.artifact.read("ir/laid_out.mlir").decode(), "ir/laid_out.mlir")
-        self.stored: dict[str, Weight] = self.laid_out.weights()
+        read = {dialect.attrs(op)["symbol"] for op in self.laid_out.step.entry_block.operations
+                if op.operation.name == "adaptc.get"}
+        self.stored: dict[str, Weight] = {n: w for n, w in self.laid_out.weights().items() if n in read}
         self._values: dict[str, np.ndarray] = {}
         self.trying = Note()
         """The operator that native code is about to run, for when it crashes."""
 
     def values(self, name: str) -> np.ndarray:
         """A weight's float32 values in its parameter's shape, unpacked from the artifact."""
+        if name not in self.stored:  # read with its last two axes exchanged: see passes.bind_transposes
+            tensor = self.captured.weights()[name].tensor
+            return self.values(next(n for n, w in self.stored.items() if w.tensor == tensor)).swapaxes(-1, -2)
         if name not in self._values:
             weight = self.stored[name]
             shape, data = weight.spec.shape, np.frombuffer(self.artifact.weights[name], np.uint8)
