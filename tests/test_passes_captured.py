@@ -23,7 +23,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_models_lower_to_few_operators_and_mean_the_same(family):
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from adaptc.capture.pipeline import capture_module
