@@ -8,6 +8,7 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import families
 import numpy as np
 import planted
 import pytest
@@ -279,3 +280,11 @@ def test_places_are_the_plans_operators(artifact):
     subject = Subject(artifact)
     assert [(p.spec.op, p.source) for p in subject.places] == [(o.op, o.source) for o in subject.plan.operators()]
     assert all(subject.users(name) for name in subject.stored), "every weight is read by some operator"
+
+
+def test_experts_sinks_and_last_rows(tmp_path):
+    """A model whose last layer stands in @step: only the rows whose logits are wanted reach its experts."""
+    folder = families.write(tmp_path / "model", "gpt_oss")
+    families.compile_family(folder, tmp_path / "m.adapt", max_requests=4)
+    report = verify(tmp_path / "m.adapt")
+    assert report.passed, report.first

@@ -260,7 +260,8 @@ def _depths(subject: Subject, recorder: Recorder, standing: Standing, tokens: li
             index, output = place
             executable.run(symbols, stop_after=index)
             got = executable.read(operators[index].outputs[output], symbols)
-            depths.append(_depth(depth, layer, got.reshape(len(tokens), -1), wanted))
+            # what only the logits need is computed for the sampled rows alone, which are the last ones
+            depths.append(_depth(depth, layer, got.reshape(len(got), -1), wanted[-len(got) :]))
         executable.run(symbols)
         logits = executable.read(plan.outputs["logits"], symbols)
         depths.append(_depth(len(layers), "", logits, recorder.logits[-logits.shape[0] :]))
