@@ -303,22 +303,62 @@ def verify(artifact, level, against, text, plot, as_json) -> None:
 @click.option("--prompt-lengths", default="32,128", show_default=True, help="Tokens of prompts, separated by commas.")
 @click.option("--concurrency", default="1,4", show_default=True, help="Requests at once, separated by commas.")
 @click.option("--new-tokens", default=32, show_default=True, help="Tokens generated for each request.")
+@click.option("--rounds", default=1, show_default=True, help="Times every point is measured; medians count.")
 @click.option("--ops", is_flag=True, help="Also run attention and matrix kernels alone.")
+@click.option("--suite", type=click.Path(path_type=Path),
+              help="Records a baseline into this folder instead: fixed prompt lengths and concurrency, as JSON and SVG.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompts, which are random token ids.")
 @click.option("--threads", type=int, default=None, help="Threads. [default: the free cores]")
 @click.option("--level", help="Which of the artifact's levels to run. [default: the best that this machine runs]")
 @_as_json
-def bench(artifact, prompt_lengths, concurrency, new_tokens, ops, seed, threads, level, as_json) -> None:
+def bench(artifact, prompt_lengths, concurrency, new_tokens, rounds, ops, suite, seed, threads, level, as_json) -> None:
     """Measures ARTIFACT here: TTFT, TPOT, throughput and memory over prompt lengths and concurrency."""
-    from adaptc import report
-    from adaptc.runtime.bench import bench as measure
+    from adaptc import driver, report
+    from adaptc.runtime import bench as measured
+    from adaptc.runtime.session import load
+
+    if suite is not None:
+        driver.make_folder(suite)
+    with load(artifact, threads=threads, level=level) as session:
+        if suite is not None:
+            found = measured.suite(session, seed=seed, progress=_Bars(as_json))
+        else:
+            found = measured.bench(session, prompt_lengths=_numbers("--prompt-lengths", prompt_lengths),
+                                   concurrency=_numbers("--concurrency", concurrency), new_tokens=new_tokens,
+                                   rounds=rounds, seed=seed, operators=ops, progress=_Bars(as_json))
+    data = json.dumps(found.to_dict(), indent=1)
+    if suite is not None:
+        driver.write_text(suite / "baseline.json", data + "\n")
+        measured.chart(found).write(suite / "baseline.svg")
+    click.echo(data if as_json else report.bench_text(found))
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--prompt", "prompt_tokens", default=256, show_default=True, help="Tokens of a prompt.")
+@click.option("--concurrency", default=1, show_default=True, help="Requests at once.")
+@click.option("--steps", default=16, show_default=True, help="Decode steps.")
+@click.option("--seed", default=0, show_default=True, help="Of the prompts, which are random token ids.")
+@click.option("--threads", type=int, default=None, help="Threads. [default: the free cores]")
+@click.option("--level", help="Which of the artifact's levels to run. [default: the best that this machine runs]")
+@click.option("--trace", type=click.Path(path_type=Path), help="Writes every step and operator here, for Perfetto.")
+@click.option("--roofline", type=click.Path(path_type=Path), help="Draws operators below the machine's roofs as SVG.")
+@_as_json
+def profile(artifact, prompt_tokens, concurrency, steps, seed, threads, level, trace, roofline, as_json) -> None:
+    """Measures where ARTIFACT's time goes here, operator by operator, against what this machine can do."""
+    from adaptc import driver, report
+    from adaptc.runtime import profile as measured
     from adaptc.runtime.session import load
 
     with load(artifact, threads=threads, level=level) as session:
-        found = measure(session, prompt_lengths=_numbers("--prompt-lengths", prompt_lengths),
-                        concurrency=_numbers("--concurrency", concurrency), new_tokens=new_tokens, seed=seed,
-                        operators=ops, threads=threads, progress=_Bars(as_json))
-    click.echo(json.dumps(found.to_dict(), indent=1) if as_json else report.bench_text(found))
+        peaks = driver.peaks(session.plan.backend, session.level, session.threads)
+        found = measured.profile(session, prompt_tokens=prompt_tokens, concurrency=concurrency, steps=steps, seed=seed,
+                                 peaks=peaks)
+    if trace is not None:
+        driver.write_text(trace, json.dumps(measured.trace(found, session.plan)))
+    if roofline is not None:
+        measured.roofline(found, peaks).write(roofline)
+    click.echo(json.dumps(found.to_dict(), indent=1) if as_json else report.spent_text(found))
 
 
 def _numbers(name: str, text: str) -> list[int]:

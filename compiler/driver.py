@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from adaptc.plan import Plan
     from adaptc.planner.coverage import CoverageRow
     from adaptc.planner.profile import ProfileRow
+    from adaptc.runtime.peaks import Peaks
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total)."""
@@ -158,11 +159,19 @@ def optimise(path: str | os.PathLike, passes: Sequence[str] = (), to: str = "", 
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a printed stage; OutputError says why it can't."""
+    """Writes a file for people or tools; OutputError says why it can't."""
     try:
         path.write_text(text)
     except OSError as error:
         raise OutputError(f"{path} can't be written: {error.strerror or error}.") from error
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder for results; OutputError says why it can't."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path} can't be made a folder: {error.strerror or error}.") from error
 
 
 def stage_text(what: str | os.PathLike, stage: str, target: str = "cpu", **options: Any) -> str:
@@ -203,6 +212,18 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
     if (Path(what) / MANIFEST).is_file():
         summary["goldens"] = "present" if (Path(what) / GOLDENS).is_file() else "none"
     return Inspection(summary, _memory(plan), plan, _profile(setup, lowered, plan))
+
+
+def peaks(backend: str, level: str, threads: int) -> "Peaks":
+    """What this machine can do at most at ``level``, by the backend's probes, compiled here (its compiler must be
+    installed)."""
+    from adaptc import backends
+    from adaptc.runtime.peaks import measure
+
+    codegen = backends.codegen(backend)
+    probes = codegen.probes(level)
+    library = backends.launcher(backend).library(codegen.compile([p.kernel for p in probes.values()], level))
+    return measure(library, probes, {what: codegen.symbol(p.kernel) for what, p in probes.items()}, threads)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -187,6 +188,11 @@ class Plan:
         if version is None or version < 1:
             raise ArtifactError(f"plan.version: expected a number from 1 to {PLAN_VERSION}, got {version!r}")
         return plan
+
+
+def kind_of(path: str) -> str:
+    """A module path without instance numbers: ``model.layers.*.self_attn``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(model)"
 
 
 def evaluate(form: Mapping[str, int], symbols: Mapping[str, float]) -> float:

@@ -82,6 +82,19 @@ class Selection:
     scratch: tuple[TensorSpec, ...] = ()
 
 
+@dataclass(frozen=True)
+class Probe:
+    """A kernel that does as much of one thing as a core can, over ``source_bytes`` bytes of ones that all threads read
+    and ``out_bytes`` a thread. All threads' calls together do ``work`` (bytes or operations) if it is ``shared``, else
+    each does."""
+
+    kernel: KernelSpec
+    work: int
+    shared: bool
+    source_bytes: int
+    out_bytes: int
+
+
 class Codegen(Protocol):
     """The compile-time side (module ``adaptc.backends.<name>.codegen``, object ``CODEGEN``)."""
 
@@ -106,6 +119,9 @@ class Codegen(Protocol):
     def compile(self, kernels: Sequence[KernelSpec], level: str, *, workers: int = 1,
                 progress: Callable[[int, int], None] | None = None) -> Mapping[str, bytes]:
         """Object files by file name, holding all ``kernels`` (and what runs them in order) for ``level``."""
+
+    def probes(self, level: str) -> Mapping[str, Probe]:
+        """Kernels that measure what a machine can do at most: "read" memory, and multiply and add, by dtype."""
 
     def level(self, name: str) -> str:
         """The full name of an instruction-set level; "native" is the highest that this machine runs. OptionError when

@@ -58,6 +58,27 @@ def bench_text(found) -> str:
     return "\n\n".join([*parts, memory_text(found.memory)])
 
 
+def spent_text(found) -> str:
+    """The report of ``runtime.profile``."""
+    parts = [f"{found.artifact} ({found.level})"]
+    if found.peaks:
+        rates = ", ".join(f"{rate / 1e9:.0f} G{dtype} op/s" for dtype, rate in sorted(found.peaks.operations.items()))
+        parts[0] += f", {found.peaks.threads} thread(s); this machine now: {found.peaks.bandwidth / 1e9:.1f} GB/s, {rates}"
+    for phase in found.phases:
+        rows = sorted((r for r in found.rows if r.phase == phase.name), key=lambda r: -r.seconds)
+        body = table(
+            ("operator", "module", "places", "ms", "share", "GFLOP/s", "GB/s", "of the roof", "bound by", "kernels"),
+            ((r.op, r.module, r.places, f"{1e3 * r.seconds:.3f}", f"{100 * r.share:.1f} %",
+              f"{r.flops / max(r.seconds, 1e-9) / 1e9:.2f}", f"{r.bytes / max(r.seconds, 1e-9) / 1e9:.2f}",
+              f"{100 * r.limit / max(r.seconds, 1e-9):.0f} %" if r.limit is not None else "", r.bound or "",
+              " ".join(r.kernels)) for r in rows),
+            right="234567",
+        )
+        parts.append(f"{phase.name}: {phase.tokens} tokens, context {phase.context}: {1e3 * phase.operators:.2f} ms in "
+                     f"operators, {1e3 * phase.wall:.2f} ms with the host's part ({phase.steps} steps measured)\n{body}")
+    return "\n\n".join(parts)
+
+
 def survey_text(rows, tokens: int, context: int) -> str:
     """The report of ``adaptc coverage``."""
     flops, moved = sum(r.flops for r in rows) or 1, sum(r.bytes for r in rows) or 1

@@ -11,16 +11,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from numbers import Integral
 
 import numpy as np
 
+from adaptc.chart import COLOURS, Axis, Chart
 from adaptc.errors import TooLongError
 from adaptc.plan import Operator, Plan, evaluate
-from adaptc.runtime.engine import Engine
+from adaptc.runtime.host import processor
 from adaptc.runtime.sampler import check
 from adaptc.runtime.session import Session
+from adaptc.runtime.watch import Watched, side_engine
 
 Progress = Callable[[str, int, int], None]
 
@@ -67,11 +69,14 @@ class OperatorPoint:
 
 @dataclass(frozen=True)
 class Bench:
-    """``memory`` in bytes: weights and caches as mapped, the arena, and the most that this process has had resident."""
+    """``digest`` names the artifact's content, ``machine`` what it ran on. ``memory`` in bytes: weights and caches as
+    mapped, the arena, and the most that this process has had resident."""
 
     artifact: str
+    digest: str
+    machine: str
     level: str
-    threads: int | None
+    threads: int
     seed: int
     memory: dict[str, int]
     points: tuple[Point, ...]
@@ -87,11 +92,12 @@ def prompt(seed: int, length: int, index: int, vocabulary: int) -> np.ndarray:
 
 
 def bench(session: Session, *, prompt_lengths: Sequence[int], concurrency: Sequence[int], new_tokens: int = 32,
-          seed: int = 0, operators: bool = False, threads: int | None = None,
+          seed: int = 0, operators: bool = False, rounds: int = 1,
           progress: Progress = lambda what, done, total: None) -> Bench:  # fmt: skip
-    """Measures ``session``. Raises TooLongError when a prompt and its new tokens don't fit the artifact's context."""
+    """Measures ``session``: every point once in each of ``rounds``, of which medians count. Raises TooLongError when a prompt and its new tokens don't fit the artifact's context."""
     plan = session.plan
-    given = {"prompt_lengths": prompt_lengths, "concurrency": concurrency, "new_tokens": [new_tokens]}
+    given = {"prompt_lengths": prompt_lengths, "concurrency": concurrency, "new_tokens": [new_tokens],
+             "rounds": [rounds]}  # fmt: skip
     for name, values in given.items():
         for value in values:
             check(name, value, Integral, "positive integers", lambda v: v >= 1)
@@ -99,20 +105,22 @@ def bench(session: Session, *, prompt_lengths: Sequence[int], concurrency: Seque
         raise TooLongError(f"{max(prompt_lengths)} prompt tokens and {new_tokens} new ones are more than the "
                            f"artifact's context, {plan.max_context}.", hint="Choose fewer.")  # fmt: skip
     grid = [(length, many) for length in prompt_lengths for many in concurrency]
-    points, alone = [], []
+    measured: dict[tuple[int, int], list[Point]] = {place: [] for place in grid}
     _point(session, min(prompt_lengths), 1, 2, seed)  # pages of memory and caches are warm from here on
-    for done, (length, many) in enumerate(grid):
-        progress("bench", done, len(grid))
-        points.append(_point(session, length, many, new_tokens, seed))
-        if operators:
-            alone += _operators(session, length, many, seed)
-    progress("bench", len(grid), len(grid))
-    return Bench(str(session.artifact.path), session.level, threads, seed, _memory(session), tuple(points),
+    for number in range(rounds):  # rounds outside: what disturbs the machine for a while falls on every point
+        for done, place in enumerate(grid):
+            progress("bench", done + len(grid) * number, len(grid) * rounds)
+            measured[place].append(_point(session, *place, new_tokens, seed))
+    progress("bench", len(grid) * rounds, len(grid) * rounds)
+    alone = [found for place in grid for found in _operators(session, *place, seed)] if operators else []
+    points = [_median(taken) for taken in measured.values()]
+    artifact = session.artifact
+    return Bench(str(artifact.path), artifact.manifest["digest"], processor(), session.level, session.threads, seed, _memory(session), tuple(points),
                  tuple(alone))  # fmt: skip
 
 
 def _point(session: Session, length: int, many: int, new_tokens: int, seed: int) -> Point:
-    engine, plan = _engine(session), session.plan
+    engine, plan = side_engine(session), session.plan
     start = time.perf_counter()
     requests = [engine.add(prompt(seed, length, i, plan.vocabulary), max_tokens=new_tokens) for i in range(many)]
     arrivals: dict[int, list[float]] = {request: [] for request in requests}
@@ -124,6 +132,11 @@ def _point(session: Session, length: int, many: int, new_tokens: int, seed: int)
     end = max(times[-1] for times in arrivals.values())
     return Point(length, many, new_tokens, statistics.median(first), max(first), statistics.median(gaps), max(gaps),
                  many * length / max(first), many * new_tokens / end)  # fmt: skip
+
+
+def _median(points: Sequence[Point]) -> Point:
+    """The median of every figure by itself."""
+    return Point(**{f.name: statistics.median(getattr(point, f.name) for point in points) for f in fields(Point)})
 
 
 def _memory(session: Session) -> dict[str, int]:
@@ -138,31 +151,45 @@ def _memory(session: Session) -> dict[str, int]:
     }
 
 
+# ---- a baseline ------------------------------------------------------------------------------------------------
+
+SUITE = {"prompt_lengths": (32, 256, 1024), "concurrency": (1, 2, 4, 8), "new_tokens": 32, "rounds": 3}
+"""What a baseline measures, of a context that is long enough; compare baselines of one machine only."""
+
+
+def suite(session: Session, *, seed: int = 0, progress: Progress = lambda what, done, total: None) -> Bench:
+    """The baseline of ``session``: ``SUITE``, without prompts that don't fit its context."""
+    most = session.plan.max_context - SUITE["new_tokens"]
+    lengths = [length for length in SUITE["prompt_lengths"] if length <= most]
+    return bench(session, **SUITE | {"prompt_lengths": lengths or [max(1, most)]}, seed=seed, progress=progress)
+
+
+def chart(found: Bench) -> Chart:
+    """Throughput over concurrency, a colour a prompt length: new tokens (lines) and prompt tokens (dashed)."""
+    many = sorted({point.concurrency for point in found.points})
+    rates = [rate for point in found.points for rate in (point.generated_per_second, point.prefill_per_second)]
+    drawing = Chart(f"{found.artifact}: {found.level}, {found.threads} thread(s), {found.machine}",
+                    Axis.over("requests at once", many), Axis.over("tokens a second", rates, log=True))  # fmt: skip
+    for number, length in enumerate(sorted({point.prompt_tokens for point in found.points})):
+        row = sorted((p for p in found.points if p.prompt_tokens == length), key=lambda p: p.concurrency)
+        colour = COLOURS[number % len(COLOURS)]
+        for name, dashed in (("generated_per_second", False), ("prefill_per_second", True)):
+            line = [(point.concurrency, getattr(point, name)) for point in row]
+            what = "prompt tokens (dashed)" if dashed else "new tokens"
+            drawing.line(line, colour, "" if dashed else f"prompts of {length}", dashed)
+            for point, place in zip(row, line):
+                drawing.dot(place, colour, title=f"{place[1]:.1f} {what} a second, TTFT {1e3 * point.ttft_median:.1f} "
+                            f"ms, TPOT {1e3 * point.tpot_median:.2f} ms")  # fmt: skip
+            drawing.text(line[-1], what, colour)
+    return drawing
+
+
 # ---- operators alone -------------------------------------------------------------------------------------------
 
 
-class _Watched:
-    """An executable that remembers the symbols of its last step."""
-
-    def __init__(self, executable):
-        self._executable, self.symbols = executable, {}
-
-    def __getattr__(self, name: str):
-        return getattr(self._executable, name)
-
-    def run(self, symbols: Mapping[str, int], **options):
-        self.symbols = dict(symbols)
-        return self._executable.run(symbols, **options)
-
-    def alone(self, operators: Sequence[int]) -> float:
-        """Seconds that these operators take with the last step's symbols, one after the other."""
-        return sum(self._executable.run(self.symbols, only=operators, times=True).values())
-
-
-def _engine(session: Session, executable=None) -> Engine:
-    """An engine of its own over the session's executable and pages, which nobody else uses meanwhile."""
-    return Engine(session.plan, executable or session.executable,
-                  {name: pool.pages for name, pool in session.engine.pools.items()})  # fmt: skip
+def _alone(watched: Watched, operators: Sequence[int]) -> float:
+    """Seconds that these operators take with the last step's symbols, one after the other."""
+    return sum(watched.executable.run(watched.symbols, only=operators, times=True).values())
 
 
 def _operators(session: Session, length: int, many: int, seed: int) -> list[OperatorPoint]:
@@ -170,8 +197,8 @@ def _operators(session: Session, length: int, many: int, seed: int) -> list[Oper
     into the caches, so a phase ends with its requests."""
     plan, found = session.plan, []
     for phase, new in (("prefill", 1), ("decode", 3)):
-        watched = _Watched(session.executable)
-        engine = _engine(session, watched)
+        watched = Watched(session.executable)
+        engine = side_engine(session, watched)
         for i in range(many):
             engine.add(prompt(seed, length, i, plan.vocabulary), max_tokens=new)
         engine.step()
@@ -182,8 +209,8 @@ def _operators(session: Session, length: int, many: int, seed: int) -> list[Oper
     return found
 
 
-def _phase(plan: Plan, executable: _Watched, phase: str, context: int) -> list[OperatorPoint]:
-    symbols = executable.symbols
+def _phase(plan: Plan, watched: Watched, phase: str, context: int) -> list[OperatorPoint]:
+    symbols = watched.symbols
     groups: dict[tuple, list[Operator]] = {}
     for operator in plan.operators():
         if _counts(plan, operator):
@@ -194,9 +221,9 @@ def _phase(plan: Plan, executable: _Watched, phase: str, context: int) -> list[O
         once = [operator.id for operator in places]
         # one native run of many, since waking the threads takes as long as a small kernel
         rounds = -(-COMMANDS // len(once))
-        spent = executable.alone(once * rounds)
+        spent = _alone(watched, once * rounds)
         rounds = max(rounds, int(rounds * OPERATOR_SECONDS / max(spent, 1e-9)))
-        spent = executable.alone(once * rounds)
+        spent = _alone(watched, once * rounds)
         found.append(OperatorPoint(phase, symbols["T"], context, op, kernels, len(places),
                                    spent / rounds / len(places), evaluate(places[0].flops, values),
                                    evaluate(places[0].traffic, values)))  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from pathlib import Path
 
 
@@ -39,3 +40,13 @@ def memory_bytes(path: str = "/sys/fs/cgroup/memory.max") -> int:
     except OSError:
         return machine
     return machine if limit == "max" else min(machine, int(limit))
+
+
+def processor(path: str = "/proc/cpuinfo") -> str:
+    """The processor's name, as the system gives it."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"

@@ -135,18 +135,17 @@ def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int |
     pages = split_pages(plan, cache_bytes or default_cache_bytes(plan, memory_bytes()))
     backend = launcher(plan.backend)
     chosen = backend.choose_level(plan, level)
-    executable = backend.load(
-        plan, artifact.kernels(chosen), artifact.weights, threads=threads or physical_cores(), pages=pages
-    )
-    return Session(artifact, executable, pages, level=chosen, page_order_seed=page_order_seed)
+    threads = threads or physical_cores()
+    executable = backend.load(plan, artifact.kernels(chosen), artifact.weights, threads=threads, pages=pages)
+    return Session(artifact, executable, pages, level=chosen, threads=threads, page_order_seed=page_order_seed)
 
 
 class Session:
     """A loaded model. Threads may share it: their requests run in the same steps."""
 
     def __init__(self, artifact: Artifact, executable: Executable, pages: Mapping[str, int], *, level: str,
-                 page_order_seed: int | None = None):  # fmt: skip
-        self.level = level
+                 threads: int = 1, page_order_seed: int | None = None):  # fmt: skip
+        self.level, self.threads = level, threads
         self.artifact, self.plan, self.manifest = artifact, artifact.plan, artifact.manifest
         self.executable = executable
         self.engine = Engine(artifact.plan, executable, pages, page_order_seed=page_order_seed)

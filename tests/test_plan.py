@@ -15,7 +15,7 @@ from adaptc.ir.functions import retype
 from adaptc.plan import (PLAN_VERSION, Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart,
                          Symbol)
 from adaptc.planner.emit import emit_plan
-from adaptc.planner.profile import kind_of, places, profile
+from adaptc.planner.profile import places, profile
 from adaptc.protocol import KernelSpec
 from adaptc.targets import target
 from test_ir import D, V, lowered

@@ -23,7 +23,7 @@ from adaptc.backends.cpu.toolchain import check_host, toolchain_version
 from adaptc.backends.cpu.worker import Worker
 from adaptc.errors import AdaptcError, one_of
 from adaptc.formats import WeightFormat
-from adaptc.protocol import KernelSpec, OpSpec, Selection
+from adaptc.protocol import KernelSpec, OpSpec, Probe, Selection
 
 _DIGITS = 16  # of a symbol's hash
 
@@ -76,6 +76,11 @@ class CpuCodegen:
 
     def signature(self, kernel: KernelSpec) -> tuple[str, ...]:
         return _family(kernel).signature(dict(kernel.params))
+
+    def probes(self, level: str) -> Mapping[str, Probe]:
+        from adaptc.backends.cpu.kernels.probe import probes
+
+        return probes(level_of(level))
 
     def level(self, name: str) -> str:
         """The full name of a level: features sorted, ``native`` resolved to the highest that this machine runs."""

@@ -10,8 +10,9 @@ from typing import Any
 from adaptc.ir.build import short_name
 from adaptc.ir.module import Program, spec_of
 from adaptc.ops.table import row
+from adaptc.plan import kind_of
 from adaptc.planner.cost import PackedBytes, cost_of, evaluate
-from adaptc.planner.profile import kind_of, places
+from adaptc.planner.profile import places
 from adaptc.protocol import Codegen, OpSpec, Selection
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from adaptc.ir.build import is_operator
 from adaptc.ir.module import STEP, Program, callee, joined, source_of, spec_of
+from adaptc.plan import kind_of
 from adaptc.planner.cost import PackedBytes, cost_of, evaluate
 from adaptc.protocol import TensorSpec
 from adaptc.targets import Target
@@ -64,11 +64,6 @@ def places(program: Program):
 def _runs(op) -> bool:
     attributes = op.operation.attributes
     return is_operator(op) and ("kernels" not in attributes or len(attributes["kernels"]) > 0)
-
-
-def kind_of(path: str) -> str:
-    """A module path without instance numbers: ``model.layers.*.self_attn``."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(model)"
 
 
 def _shapes(spec) -> str:
