@@ -67,11 +67,11 @@ def spent_text(found) -> str:
     for phase in found.phases:
         rows = sorted((r for r in found.rows if r.phase == phase.name), key=lambda r: -r.seconds)
         body = table(
-            ("operator", "module", "places", "ms", "share", "GFLOP/s", "GB/s", "of the roof", "bound by", "kernels"),
+            ("operator", "module", "places", "ms", "share", "GFLOP/s", "GB/s", "of the roof", "bound by"),
             ((r.op, r.module, r.places, f"{1e3 * r.seconds:.3f}", f"{100 * r.share:.1f} %",
               f"{r.flops / max(r.seconds, 1e-9) / 1e9:.2f}", f"{r.bytes / max(r.seconds, 1e-9) / 1e9:.2f}",
-              f"{100 * r.limit / max(r.seconds, 1e-9):.0f} %" if r.limit is not None else "", r.bound or "",
-              " ".join(r.kernels)) for r in rows),
+              f"{100 * r.limit / max(r.seconds, 1e-9):.0f} %" if r.limit is not None else "", r.bound or "")
+             for r in rows),
             right="234567",
         )
         parts.append(f"{phase.name}: {phase.tokens} tokens, context {phase.context}: {1e3 * phase.operators:.2f} ms in "

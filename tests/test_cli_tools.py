@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -282,3 +283,105 @@ def test_ids_of_errors(model, artifact, tmp_path):
         (("run", tmp_path / "absent", "x"), "E0600"), (("compile", model, "-o", tmp_path / "no" / "x"), "E0800"),
     ):
         assert adaptc_(*args, code=2).stderr.startswith(f"adaptc: [{code}] "), args
+
+
+# ---- profile
+
+
+@pytest.fixture(scope="module")
+def profiled(artifact, tmp_path_factory):
+    """What `adaptc profile` says, its trace and its drawing."""
+    folder = tmp_path_factory.mktemp("profile")
+    flags = ("--prompt", 24, "--concurrency", 2, "--steps", 3, "--threads", 1, "--trace", folder / "trace.json",
+             "--roofline", folder / "roof.svg")
+    data = json.loads(adaptc_("profile", artifact, *flags, "--json").stdout)
+    return data, json.loads((folder / "trace.json").read_text()), (folder / "roof.svg").read_text()
+
+
+def test_profile_accounts_for_every_operator(profiled, artifact):
+    data, _, _ = profiled
+    with load(artifact) as session:
+        plan = session.plan
+    for phase in ("prefill", "decode"):
+        rows = [row for row in data["rows"] if row["phase"] == phase]
+        assert sum(row["places"] for row in rows) == len(plan.operators())
+        assert sum(row["share"] for row in rows) == pytest.approx(1)
+        assert all(row["seconds"] >= 0 and row["bound"] in ("compute", "bandwidth") for row in rows)
+        assert any("model.layers.*." in row["module"] for row in rows)
+    by_name = {phase["name"]: phase for phase in data["phases"]}
+    assert by_name["prefill"]["tokens"] == 48 and 24 <= by_name["prefill"]["context"] <= 25  # one request may already decode
+    assert by_name["decode"]["tokens"] == 2 and by_name["decode"]["context"] == 27
+    assert by_name["decode"]["steps"] in (3, 4)
+    assert all(0 < phase["operators"] <= phase["wall"] for phase in data["phases"])
+
+
+def test_profile_counts_what_the_plan_counts(profiled, artifact):
+    """A row of a matrix product: one prompt's tokens times the plan's FLOPs a token, its weight read once a chunk."""
+    data, _, _ = profiled
+    with load(artifact) as session:
+        operators = {o.source: o for o in session.plan.operators() if o.source.endswith("mlp.down_proj")}
+    row = next(r for r in data["rows"] if r["module"] == "model.layers.*.mlp.down_proj" and r["phase"] == "prefill"
+               and r["op"] == "linear")
+    chunks = 3  # 48 tokens, 16 a step
+    values = [{"T": 16, "R": 2, "S": 2, "C": 24}] * chunks
+    assert row["flops"] == sum(evaluate(o.flops, v) for o in operators.values() for v in values)
+    assert row["bytes"] == sum(evaluate(o.traffic, v) for o in operators.values() for v in values)
+
+
+def test_profile_measures_the_machine(profiled):
+    peaks = profiled[0]["peaks"]
+    assert peaks["threads"] == 1 and set(peaks["operations"]) == {"f32", "i8"}
+    assert 1e8 < peaks["bandwidth"] < 1e12 and all(1e9 < rate < 1e13 for rate in peaks["operations"].values())
+
+
+def test_a_trace_holds_every_step_and_operator_in_order(profiled, artifact):
+    _, trace, _ = profiled
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    steps, operators = ([e for e in events if e["tid"] == tid] for tid in (1, 2))
+    with load(artifact) as session:
+        ids = [o.id for o in session.plan.operators()]
+    assert [e["args"]["id"] for e in operators] == ids * len(steps)
+    assert {e["name"] for e in steps} == {"prefill", "decode"}
+    for row in (steps, operators):
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.5 for a, b in zip(row, row[1:]))
+
+
+def test_a_roofline_is_a_drawing_with_its_roofs(profiled):
+    drawing = profiled[2]
+    xml = ElementTree.fromstring(drawing)
+    words = [e.text or "" for e in xml.iter() if e.tag.endswith("text")]
+    assert any("GB/s" in w for w in words) and any(w.startswith("f32 ") for w in words)
+    assert any("% of the roof" in (e.text or "") for e in xml.iter() if e.tag.endswith("title"))
+
+
+def test_profile_refuses(artifact, tmp_path):
+    done = adaptc_("profile", artifact, "--prompt", 10**6, code=2)
+    assert "more than the artifact's context" in done.stderr
+    assert "prompt_tokens must be a positive integer" in adaptc_("profile", artifact, "--prompt", 0, code=2).stderr
+    done = adaptc_("profile", artifact, "--prompt", 4, "--steps", 1, "--roofline", tmp_path / "no" / "x.svg", code=2)
+    assert "can't be written" in done.stderr
+
+
+# ---- bench --suite
+
+
+def test_a_suite_records_a_baseline(artifact, tmp_path, monkeypatch):
+    monkeypatch.setattr(benching, "SUITE", {"prompt_lengths": (8, 10**6), "concurrency": (1, 2), "new_tokens": 2,
+                                            "rounds": 3})
+    adaptc_("bench", artifact, "--suite", tmp_path / "base", "--threads", 1)
+    data = json.loads((tmp_path / "base" / "baseline.json").read_text())
+    assert [(p["prompt_tokens"], p["concurrency"]) for p in data["points"]] == [(8, 1), (8, 2)]
+    assert data["digest"] == json.loads((artifact / "manifest.json").read_text())["digest"] and data["machine"]
+    assert data["threads"] == 1 and data["memory"]["resident, most"] > 0
+    words = (tmp_path / "base" / "baseline.svg").read_text()
+    assert "prompts of 8" in words and ElementTree.fromstring(words) is not None
+
+
+def test_bench_takes_medians_over_rounds(artifact, monkeypatch):
+    made = iter(float(i) for i in range(100))
+    monkeypatch.setattr(benching, "_point", lambda session, length, many, new, seed: benching.Point(
+        length, many, new, *[next(made)] * 6))
+    with load(artifact) as session:
+        found = benching.bench(session, prompt_lengths=[4], concurrency=[1, 2], rounds=3)
+    # the first call warms up; rounds are outside, points inside
+    assert [p.tpot_median for p in found.points] == [3.0, 4.0]
