@@ -424,7 +424,7 @@ def test_backends_by_name(monkeypatch):
 def test_backends_from_entry_points(monkeypatch, tmp_path):
     package = tmp_path / "vendor_backend"
     package.mkdir()
-    (package / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("PROTOCOL = 1")
     (package / "launch.py").write_text("LAUNCHER = 'theirs'")
     info = tmp_path / "vendor-1.0.dist-info"
     info.mkdir()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from adaptc.errors import InputError, one_of
+from adaptc.packages import TARGETS, Extension, extensions, load
 
 
 NATIVE = "native"
@@ -88,7 +88,7 @@ class Target:
 
 def _files() -> dict[str, Path]:
     folders = [Path(__file__).parent]
-    folders += [Path(p.load()) for p in sorted(entry_points(group="adaptc.targets"), key=lambda p: p.name)]
+    folders += [_folder(extension) for extension in extensions(TARGETS)]
     found: dict[str, Path] = {}
     for file in (file for folder in folders for file in sorted(folder.glob("*.json"))):
         if file.stem in found:
@@ -96,6 +96,19 @@ def _files() -> dict[str, Path]:
                              hint="Uninstall one of the packages that bring them.")
         found[file.stem] = file
     return found
+
+
+def _folder(extension: Extension) -> Path:
+    folder = load(extension)
+    if not isinstance(folder, (str, Path)) or not Path(folder).is_dir():
+        raise extension.error(f"{extension.value} is {folder!r}, expected a folder of target files.")
+    return Path(folder)
+
+
+def package_of(name: str) -> str | None:
+    """The installed package that brings the target ``name``; None for our own."""
+    folder = _files()[name].parent
+    return next((e.package for e in extensions(TARGETS) if _folder(e) == folder), None)
 
 
 def names() -> list[str]:

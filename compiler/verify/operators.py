@@ -42,7 +42,7 @@ def _equal(rng, shape):
     return np.broadcast_to(rng.standard_normal((*shape[:-1], 1)) if shape else 1.0, shape)
 
 
-RANGES: Mapping[str, Callable] = {
+RANGES: dict[str, Callable] = {
     "normal": _normal,
     "outliers": _outliers,
     "equal": _equal,
@@ -52,7 +52,7 @@ RANGES: Mapping[str, Callable] = {
     "infinite": lambda rng, shape: np.where(rng.random(shape) < 0.2, -np.inf, rng.standard_normal(shape)),
 }
 """Ranges of float operands. "infinite" (masks) only where no element meets another: on elementwise operators whose
-parts don't turn -inf into NaN, and on views."""
+parts don't turn -inf into NaN, and on views. A row may have more: ``OpRow.ranges``."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ def check(subject: Subject, progress: Callable) -> Level:
         f"{len(found)} variants with {len(kernels)} of {len(subject.plan.kernels)} kernels, {cases} calls: rows "
         f"{', '.join(map(str, ROWS))} and the plan's most; values {', '.join(RANGES)}; 1 and 3 threads"
     )
+    own = sorted({f"{v.spec.op}: {', '.join(row(v.spec.op).ranges)}" for v in found if row(v.spec.op).ranges})
+    level.covered.append(f"operators {', '.join(sorted({v.spec.op for v in found}))}"
+                         + (f"; ranges of their own for {'; '.join(own)}" if own else ""))
     level.figures["worst error over what is allowed"] = caller.worst
     return level
 
@@ -173,7 +176,7 @@ class Caller:
         large = self.flops(operator, spec, self.most) > LARGE_FLOPS
         for count in dict.fromkeys((*ROWS, max(self.most.values()))) if dynamic else (1,):
             yield self.case(spec, count, "normal", rng)
-        for name in RANGES:
+        for name in (*RANGES, *operator.ranges):
             if name == "infinite" and not (operator.elementwise or operator.views):
                 continue
             for count in ((3,) if large or not dynamic else (3, max(self.most.values()))):
@@ -200,7 +203,8 @@ class Caller:
         shape = tuple(sizes[d] if isinstance(d, str) else d for d in kind.shape)
         dtype = NUMPY[kind.dtype]
         if kind.dtype in tolerances.UNIT:
-            return np.ascontiguousarray(RANGES[values](rng, shape)).astype(dtype)
+            drawn = (RANGES | operator.ranges)[values](rng, shape)
+            return np.ascontiguousarray(drawn).astype(dtype)
         if kind.dtype == "i1":
             return rng.random(shape) < 0.5
         if kind.dtype in ("i8", "u8"):

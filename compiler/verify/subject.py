@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from adaptc import backends, blocks
+from adaptc import backends, blocks, packages
 from adaptc.errors import ArtifactError, UnsupportedError
 from adaptc.formats import FORMATS
 from adaptc.ir import dialect
@@ -41,6 +41,7 @@ class Subject:
 
     def __init__(self, path):
         self.artifact: Artifact = load_artifact(path)
+        packages.require(self.artifact.manifest["provenance"], str(path))
         self.plan = self.artifact.plan
         self.backend = backends.launcher(self.plan.backend)
         self.level = self.backend.choose_level(self.plan)
