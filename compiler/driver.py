@@ -221,6 +221,8 @@ class _Setup:
 
         found = targets.target(target)
         codegen = backends.codegen(found.backend)
+        found.check_dtype(options.kv_dtype, f"kv={options.kv}")
+        found.check_dtype("i8" if options.activations == "int8" else "f32", f"activations={options.activations}")
         wanted = [codegen.level(found.level(name.strip())) for name in options.level.split(",")]
         levels = tuple(dict.fromkeys(wanted))
         # what is recorded means the same on every machine; "native" doesn't
@@ -405,7 +407,6 @@ def _describe(report: CompileReport, setup: _Setup, lowered: "Program", plan: "P
 
 def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs, objects, goldens,
               provenance: dict[str, Any], report: CompileReport, progress: Progress):
-    from adaptc import artifact_format
     from adaptc.artifact import ArtifactContents, Weight
 
     declared = programs["lowered"].weights()
@@ -420,7 +421,6 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         return packed
 
     text = source.text()
-    names = {k: v for k, v in (("bos_token", text.bos_token), ("eos_token", text.eos_token)) if v is not None}
     return ArtifactContents(
         model=source.name,
         plan=plan,
@@ -428,7 +428,7 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         laid_out=programs["laid_out"].text(),
         objects=objects,
         weights=[Weight(b.source, b.bytes, partial(produce, declared[b.source])) for b in buffers],
-        text=artifact_format.TextInfo(text.special_tokens.get(text.bos_token), text.add_bos, text.stop_ids, names),
+        text=text.info,
         tokenizer=text.tokenizer_json or None,
         chat_template=text.chat_template,
         goldens=goldens,

@@ -13,12 +13,13 @@ import weakref
 
 import numpy as np
 import pytest
+from cpu_kernel import aligned
 
 from adaptc import backends
 from adaptc.backends.cpu import launch
 from adaptc.backends.cpu.driver_kernel import driver_text
 from adaptc.backends.cpu.elf import Image, read_object
-from adaptc.backends.cpu.launch import LAUNCHER, Library, aligned
+from adaptc.backends.cpu.launch import LAUNCHER, Library
 from adaptc.backends.cpu.levels import level_of
 from adaptc.backends.cpu.toolchain import compile_mlir
 from adaptc.errors import ArtifactError, OptionError
@@ -118,8 +119,8 @@ def plan(**changes) -> Plan:
 
 
 WEIGHTS = {
-    "model.w": memoryview(aligned((2, 3), np.float32, np.arange(6).reshape(2, 3))),
-    "model.packed": memoryview(aligned((10,), np.uint8, 3)),
+    "model.w": memoryview(aligned(np.arange(6, dtype=np.float32).reshape(2, 3))),
+    "model.packed": memoryview(aligned(np.full(10, 3, np.uint8))),
 }
 PAGES = {"full": 3}
 
@@ -328,7 +329,7 @@ def test_missing_kernel_and_pages(objects):
         load({name: data for name, data in objects.items() if name != "driver.o"})
     with pytest.raises(OptionError, match="layer0: its cache group 'full'"):
         LAUNCHER.load(plan(), objects, WEIGHTS, threads=1, pages={})
-    shifted = {**WEIGHTS, "model.w": memoryview(aligned((32,), np.uint8))[4:28]}
+    shifted = {**WEIGHTS, "model.w": memoryview(aligned(np.zeros(32, np.uint8)))[4:28]}
     with pytest.raises(ArtifactError, match="multiple of 64"):
         LAUNCHER.load(plan(), objects, shifted, threads=1, pages=PAGES)
 
@@ -367,7 +368,7 @@ def test_the_best_level_that_the_machine_runs_is_chosen(monkeypatch):
 
 def test_library_call(objects):
     library = Library(objects)
-    x, y = aligned((2, WIDTH), np.int32, np.arange(2 * WIDTH).reshape(2, WIDTH)), aligned((2, WIDTH), np.int32)
+    x, y = aligned(np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)), aligned(np.zeros((2, WIDTH), np.int32))
     for tid in range(3):
         library.call("plus10", [x, y], [2, 1, 1], tid, 3)
     np.testing.assert_array_equal(y.reshape(-1), x.reshape(-1)[::-1] + 10)
