@@ -37,11 +37,7 @@ def package_of(name: str) -> str | None:
 
 def _found() -> dict[str, str | Extension]:
     """Every backend by name: its module here, or its entry point. An installed package can't replace one of ours."""
-    found: dict[str, str | Extension] = {}
-    for extension in extensions(BACKENDS):
-        if extension.name in found:
-            raise extension.error(f"backend {extension.name!r} is also brought by {found[extension.name]}.")
-        found[extension.name] = extension
+    found: dict[str, str | Extension] = {e.name: e for e in extensions(BACKENDS)}
     found |= {m.name: f"{__name__}.{m.name}" for m in pkgutil.iter_modules(__path__) if m.ispkg}
     return dict(sorted(found.items()))
 
@@ -50,6 +46,9 @@ def _side(name: str, side: str, attribute: str):
     found = _found()
     backend = found.get(name)
     if isinstance(backend, Extension):
+        for other in extensions(BACKENDS):
+            if other.name == name and other != backend:
+                raise backend.error(f"backend {name!r} is also brought by {other}.")
         module(backend)
         if _has(backend.value, side):
             return load(replace(backend, value=f"{backend.value}.{side}:{attribute}"))
@@ -61,5 +60,5 @@ def _side(name: str, side: str, attribute: str):
 def _has(package: str, side: str) -> bool:
     try:
         return importlib.util.find_spec(f"{package}.{side}") is not None
-    except ImportError:  # an entry point of a package that is gone
+    except Exception:  # an entry point of a package that is gone, or does anything when it is imported
         return False

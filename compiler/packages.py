@@ -46,8 +46,8 @@ class Extension:
     def __str__(self) -> str:
         return f"the package {self.package} {self.version} (entry point {self.name!r} of {self.group})"
 
-    def error(self, what: str, hint: str = "") -> PackageError:
-        return PackageError(f"{self}: {what}", hint=hint or f"Correct, update or uninstall {self.package}.")
+    def error(self, what: str) -> PackageError:
+        return PackageError(f"{self}: {what}", hint=f"Correct, update or uninstall {self.package}.")
 
 
 def extensions(group: str) -> list[Extension]:
@@ -97,7 +97,7 @@ def added(group: str, table: str, own: Container[str], check: Callable[[Any], st
             raise extension.error(f"{extension.value} has no table {table}.")
         named = list(entries.items()) if isinstance(entries, Mapping) else [(getattr(e, "name", e), e) for e in entries]
         for name, value in named:
-            if problem := check(value):
+            if problem := blaming(extension, f"reading {table} of {extension.value}", check)(value):
                 raise extension.error(f"{table} of {extension.value}: {problem}")
             if name in own:
                 raise extension.error(f"{name!r} of its {table} is adaptc's own, which a package can't replace.")

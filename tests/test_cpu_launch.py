@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from adaptc.backends.cpu.elf import Image, read_object
 from adaptc.backends.cpu.launch import LAUNCHER, Library
 from adaptc.backends.cpu.levels import level_of
 from adaptc.backends.cpu.toolchain import compile_mlir
-from adaptc.errors import ArtifactError, OptionError
+from adaptc.errors import ArtifactError, OptionError, PackageError
 from adaptc.plan import Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart, Symbol
 
 LEVEL = "x86-64-v3"
@@ -436,3 +437,17 @@ def test_backends_from_entry_points(monkeypatch, tmp_path):
     assert backends.launcher("cpu") is LAUNCHER
     with pytest.raises(OptionError, match="'vendor'"):
         backends.codegen("vendor")
+    other = tmp_path / "other-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (other / "entry_points.txt").write_text("[adaptc.backends]\nvendor = other_backend\nbroken = other_backend\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert backends.launcher("cpu") is LAUNCHER, "whatever packages bring"
+    with pytest.raises(PackageError, match="package vendor 1.0 .*backend 'vendor' is also brought by the package other"):
+        backends.launcher("vendor")
+    (package / "__init__.py").write_text("PROTOCOL = 99")
+    monkeypatch.delitem(sys.modules, "vendor_backend")
+    shutil.rmtree(other)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PackageError, match="package vendor 1.0 .*written for protocol 99"):
+        backends.launcher("vendor")

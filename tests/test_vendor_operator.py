@@ -237,6 +237,8 @@ BROKEN = {
                                    "operator 'head_l2_norm': factors 'hd->he' have 1 terms for the operands x, temp"),
     "a row called as a declaration": ("rows", "import dataclasses\nROWS = [dataclasses.replace(ROWS[0], name='get')]\n",
                                       "operator 'get': a name"),
+    "a row that isn't filled in": ("rows", "import dataclasses\nROWS = [dataclasses.replace(ROWS[0], operands=None)]\n",
+                                   "reading ROWS of cosine_adaptc.rows failed: TypeError"),
     "a row without meaning": ("rows", "import dataclasses\nROWS = [dataclasses.replace(ROWS[0], meaning=None)]\n",
                               "meaning is None, expected a function"),
     "our operator's name": ("rows", "import dataclasses\nROWS = [dataclasses.replace(ROWS[0], name='linear')]\n",

@@ -182,6 +182,8 @@ def _problems(row: OpRow):
         yield f"gathers {row.gathers}, but there are {len(row.operands)} operands."
     if unknown := set(row.matrices) - {name.rstrip("?+") for name in row.operands}:
         yield f"matrices name {sorted(unknown)[0]!r}, which is no operand."
+    if not all(callable(draw) for draw in row.ranges.values()):
+        yield "ranges hold something else than functions of a generator and a shape."
     if row.factors != "...":
         left, arrow, right = row.factors.partition("->")
         terms, tensors = left.split(","), [n for i, n in enumerate(row.operands) if i != row.state]

@@ -23,7 +23,7 @@ def _emit(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 
     def read(pointer: Value, column: Value | int, mask: Value | None) -> Value:
         place = e.at(pointer, column, "f32")
-        return e.load(place, e.floats) if mask is None else e.load_masked(place, mask, e.floats)
+        return e.load(place, e.floats, mask=mask)
 
     low, high = e.share(product(e, (*lead, heads)))
     with e.loop(low, high) as row:
@@ -41,7 +41,7 @@ def _emit(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 
         def scaled(column: Value | int, mask: Value | None = None) -> None:
             value, place = e.mul(read(here, column, mask), scale), e.at(there, column, "f32")
-            e.store(value, place) if mask is None else e.store_masked(value, place, mask)
+            e.store(value, place, mask=mask)
 
         with e.loop(0, whole, e.lanes) as column:
             scaled(column.index)
