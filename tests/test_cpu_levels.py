@@ -56,7 +56,7 @@ SAMPLE = {
 }  # fmt: skip
 """Kernels of every family that has vector code."""
 
-FUSED = ("gated", "halves", "attend", "group", "norm", "embedding")
+FUSED = ("gated", "halves", "attend", "group", "norm")
 """Of them, those with products that are added without rounding in between, where a level can."""
 
 here = pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 hosts generate x86-64 code")
