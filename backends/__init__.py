@@ -1,29 +1,22 @@
 """Backends, found by name: a folder here, or an installed package with an entry point in the group ``adaptc.backends``.
 
-An entry point's value is the package that holds the modules ``codegen`` (compile time) and ``launch`` (run time).
+An entry point's value is the package that holds the modules ``codegen`` (compile time) and ``launch`` (run time); it
+says the ``PROTOCOL`` that it is written for (``adaptc.packages``).
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import pkgutil
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adaptc.errors import one_of
+from adaptc.packages import BACKENDS, Extension, extensions, load, module
 
 if TYPE_CHECKING:
     from adaptc.protocol import Codegen, Launcher
-
-GROUP = "adaptc.backends"
-
-
-def packages() -> dict[str, str]:
-    """Package of every backend by name. Folders here come first: an installed package can't replace one."""
-    found = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
-    found.update({m.name: f"{__name__}.{m.name}" for m in pkgutil.iter_modules(__path__) if m.ispkg})
-    return dict(sorted(found.items()))
 
 
 def codegen(name: str) -> Codegen:
@@ -36,15 +29,36 @@ def launcher(name: str) -> Launcher:
     return _side(name, "launch", "LAUNCHER")
 
 
-def _side(name: str, module: str, attribute: str):
-    available = packages()
-    if name in available and _has(available[name], module):
-        return getattr(importlib.import_module(f"{available[name]}.{module}"), attribute)
-    raise one_of("backend", name, [n for n, package in available.items() if _has(package, module)])
+def package_of(name: str) -> str | None:
+    """The installed package that brings the backend ``name``; None for our own."""
+    found = _found().get(name)
+    return found.package if isinstance(found, Extension) else None
 
 
-def _has(package: str, module: str) -> bool:
+def _found() -> dict[str, str | Extension]:
+    """Every backend by name: its module here, or its entry point. An installed package can't replace one of ours."""
+    found: dict[str, str | Extension] = {e.name: e for e in extensions(BACKENDS)}
+    found |= {m.name: f"{__name__}.{m.name}" for m in pkgutil.iter_modules(__path__) if m.ispkg}
+    return dict(sorted(found.items()))
+
+
+def _side(name: str, side: str, attribute: str):
+    found = _found()
+    backend = found.get(name)
+    if isinstance(backend, Extension):
+        for other in extensions(BACKENDS):
+            if other.name == name and other != backend:
+                raise backend.error(f"backend {name!r} is also brought by {other}.")
+        module(backend)
+        if _has(backend.value, side):
+            return load(replace(backend, value=f"{backend.value}.{side}:{attribute}"))
+    elif backend is not None and _has(backend, side):
+        return getattr(importlib.import_module(f"{backend}.{side}"), attribute)
+    raise one_of("backend", name, [n for n, b in found.items() if _has(getattr(b, "value", b), side)])
+
+
+def _has(package: str, side: str) -> bool:
     try:
-        return importlib.util.find_spec(f"{package}.{module}") is not None
-    except ModuleNotFoundError:  # an entry point of a package that is gone
+        return importlib.util.find_spec(f"{package}.{side}") is not None
+    except Exception:  # an entry point of a package that is gone, or does anything when it is imported
         return False

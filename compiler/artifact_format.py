@@ -56,7 +56,7 @@ class TextInfo:
     """What the model's files say about text beside the tokenizer itself (text.json).
 
     bos_id     put before a prompt when ``add_bos`` and the prompt doesn't start with it already
-    stop_ids   tokens that end a generation: end of sequence, end of turn
+    stop_ids   tokens that end a generation: end of sequence, end of turn; sorted
     special_tokens  names that chat templates use, e.g. {"bos_token": "<s>", "eos_token": "</s>"}
     """
 

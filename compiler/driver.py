@@ -118,7 +118,8 @@ def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
         objects = setup.compile(kernels, workers or len(os.sched_getaffinity(0)), partial(progress, "kernels"))
     _describe(report, setup, programs["lowered"], plan)
     with report.timed("weights"):
-        contents = _contents(source, setup, plan, captured, programs, objects, golden_bytes, report, progress)
+        provenance = _versions() | _packages(setup, captured, programs["laid_out"], kernels)
+        contents = _contents(source, setup, plan, captured, programs, objects, golden_bytes, provenance, report, progress)
         write_artifact(output, contents, force=force)
     return report
 
@@ -241,6 +242,8 @@ class _Setup:
 
         found = targets.target(target)
         codegen = backends.codegen(found.backend)
+        found.check_dtype(options.kv_dtype, f"kv={options.kv}")
+        found.check_dtype("i8" if options.activations == "int8" else "f32", f"activations={options.activations}")
         wanted = [codegen.level(found.level(name.strip())) for name in options.level.split(",")]
         levels = tuple(dict.fromkeys(wanted))
         # what is recorded means the same on every machine; "native" doesn't
@@ -365,6 +368,7 @@ def _check_same(lowered: "Program", again: "Program") -> None:
 
 def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tuple[Program, _Setup]":
     """The captured program of a model or an artifact, and the setup it is (or was) compiled with."""
+    from adaptc import packages
     from adaptc.artifact_format import CAPTURED, MANIFEST
     from adaptc.sources import open_source
 
@@ -375,6 +379,7 @@ def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tup
             raise OptionError(f"{what} is an artifact: it shows the options it was compiled with, so {asked[0]} can't "
                               "be chosen.", hint="Inspect the model instead.")
         artifact = load_artifact(what)
+        packages.require(artifact.manifest["provenance"], os.fspath(what))
         setup = _Setup.of(artifact.manifest["target"], CompileOptions.of(dict(artifact.manifest["options"])))
         return _parse_stage(Path(what) / CAPTURED), setup
     setup = _Setup.of(target, CompileOptions.of(options))
@@ -422,8 +427,7 @@ def _describe(report: CompileReport, setup: _Setup, lowered: "Program", plan: "P
 
 
 def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs, objects, goldens,
-              report: CompileReport, progress: Progress):
-    from adaptc import artifact_format
+              provenance: dict[str, Any], report: CompileReport, progress: Progress):
     from adaptc.artifact import ArtifactContents, Weight
 
     declared = programs["lowered"].weights()
@@ -438,7 +442,6 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         return packed
 
     text = source.text()
-    names = {k: v for k, v in (("bos_token", text.bos_token), ("eos_token", text.eos_token)) if v is not None}
     return ArtifactContents(
         model=source.name,
         plan=plan,
@@ -446,7 +449,7 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         laid_out=programs["laid_out"].text(),
         objects=objects,
         weights=[Weight(b.source, b.bytes, partial(produce, declared[b.source])) for b in buffers],
-        text=artifact_format.TextInfo(text.special_tokens.get(text.bos_token), text.add_bos, text.stop_ids, names),
+        text=text.info,
         tokenizer=text.tokenizer_json or None,
         chat_template=text.chat_template,
         goldens=goldens,
@@ -455,7 +458,7 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         requirements={level: setup.codegen.requirements(level) for level in setup.levels},
         options=setup.options.to_dict(),
         tolerances=TOLERANCES if setup.options.activations == "f32" else {},
-        provenance=_versions(),
+        provenance=provenance,
     )
 
 
@@ -480,3 +483,24 @@ def _versions() -> dict[str, str]:
     from importlib.metadata import version
 
     return {name: version(name) for name in ("gguf", "torch", "torch-mlir", "transformers")}
+
+
+def _packages(setup: _Setup, captured: "Program", laid_out: "Program", kernels) -> dict[str, Any]:
+    """What installed packages an artifact is made with, beside adaptc's own parts; nothing when there are none."""
+    from adaptc import backends, packages, targets
+    from adaptc.ops import table
+
+    operators = captured.operator_names() | laid_out.operator_names()
+    chosen = getattr(setup.codegen, "packages", lambda operators, kernels: ())
+    used = [
+        *((table.package_of(name), packages.OPERATORS) for name in operators),
+        *((package, packages.CAPTURE) for package in captured.fact("rules_of", ())),
+        *((package, packages.CPU_KERNELS) for package in chosen(operators, kernels)),
+        (backends.package_of(setup.target.backend), packages.BACKENDS),
+        (targets.package_of(setup.target.name), packages.TARGETS),
+    ]
+    groups: dict[str, set[str]] = {}
+    for package, group in used:
+        if package is not None:
+            groups.setdefault(package, set()).add(group)
+    return {"packages": packages.described(groups)} if groups else {}

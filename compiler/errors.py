@@ -228,6 +228,25 @@ class ExistsError(OutputError):
     remedy = "Give another name, or --force to replace an artifact."
 
 
+# ---- E09: installed packages
+
+
+class PackageError(AdaptcError):
+    """An installed package that adds operators, capture rules, kernels, a backend or targets can't be used."""
+
+    code = "E0900"
+    title = "A package that adaptc can't use"
+    remedy = "Update or uninstall the package that the message names; its authors find the rules in docs/adding.md."
+
+
+class MissingPackageError(PackageError):
+    """An artifact's programs have operators of a package that isn't installed, so that no tool can read them."""
+
+    code = "E0901"
+    title = "A package that is missing"
+    remedy = "Install the package in the version that the message names. Loading and running need no such package."
+
+
 def kinds(root: type[AdaptcError] = AdaptcError) -> Iterator[type[AdaptcError]]:
     """Every kind of error, those of installed packages that are imported included, by code."""
     found = {root}

@@ -9,7 +9,7 @@ no compiler: what they share is the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping, Protocol, Sequence
+from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
 
 from adaptc.formats import WeightFormat
 from adaptc.plan import Plan
@@ -129,6 +129,9 @@ class Codegen(Protocol):
 
     def check_level(self, level: str) -> None:
         """Raises OptionError when code for ``level`` can't be generated here, with the reason."""
+
+    def packages(self, operators: Iterable[str], kernels: Iterable[KernelSpec]) -> frozenset[str]:
+        """Installed packages whose kernels for these operators, or whose choice of them, an artifact has; optional."""
 
     def object_of(self, kernel: KernelSpec) -> str:
         """Name of the object file that ``compile`` puts the kernel into."""

@@ -1,12 +1,4 @@
-"""Gives every value a place.
-
-Places read "<memory>+<bytes>" or name what a caller brings:
-
-    arena+N    N bytes into the arena; in @step
-    frame+N    N bytes into the body's frame; the call says where in the arena the frame stands (``frame``)
-    argI       argument I of the function (in @step the inputs: tokens, positions, requests, sampled)
-    resultI    result I of the function: the body writes where its caller wants it (in @step: the logits)
-    symbol:S   the weight or state S; in @step
+"""Gives every value a place (``ir.lowered.Place``).
 
 ``buffers`` on an operator lists the places of its operands, results and scratch, on a call of operands and results.
 """
@@ -22,7 +14,7 @@ from torch_mlir import ir
 from adaptc.errors import OptionError
 from adaptc.ir import dialect
 from adaptc.ir.functions import bodies
-from adaptc.ir.lowered import scratch_of
+from adaptc.ir.lowered import Place, scratch_of
 from adaptc.ir.module import STEP, Program, callee
 from adaptc.ir.rewrite import nodes, spec
 from adaptc.passes.base import storage
@@ -93,8 +85,8 @@ def bytes_of(tensor: TensorSpec, symbols: dict[str, int]) -> int:
 def _plan(function, memory: str, symbols: dict[str, int], frames: dict[str, int]) -> int:
     """Places a function's values; returns the bytes of its frame."""
     ops = nodes(function)
-    places: dict[ir.Value, str] = {a: f"arg{a.arg_number}" for a in function.entry_block.arguments}
-    places |= {storage(v): f"result{i}" for i, v in enumerate(ops[-1].operands)}
+    places: dict[ir.Value, Place] = {a: Place("arg", a.arg_number) for a in function.entry_block.arguments}
+    places |= {storage(v): Place("result", i) for i, v in enumerate(ops[-1].operands)}
     blocks: dict[ir.Value, Block] = {}
     scratch: dict[int, list[Block]] = {}
     frame: dict[int, Block] = {}
@@ -103,7 +95,7 @@ def _plan(function, memory: str, symbols: dict[str, int], frames: dict[str, int]
             if value in blocks:
                 blocks[value].end = i
         if node.name == "get":
-            places[node.results[0]] = f"symbol:{node.op.attributes['symbol'].value}"
+            places[node.results[0]] = Place("symbol", node.op.attributes["symbol"].value)
             continue
         for value in node.results:
             if storage(value) == value and value not in places:
@@ -113,13 +105,13 @@ def _plan(function, memory: str, symbols: dict[str, int], frames: dict[str, int]
         elif node.row is not None:
             scratch[i] = [Block(bytes_of(s, symbols), i, i) for s in scratch_of(node.op)]
     total = place_blocks([*blocks.values(), *frame.values(), *(b for bs in scratch.values() for b in bs)])
-    places |= {value: f"{memory}+{block.offset}" for value, block in blocks.items()}
+    places |= {value: Place(memory, block.offset) for value, block in blocks.items()}
     for i, node in enumerate(ops):
         if node.row is None and node.name != "func.call":
             continue
         buffers = [places[storage(v)] for v in (*node.operands, *node.results)]
-        buffers += [f"{memory}+{block.offset}" for block in scratch.get(i, ())]
-        node.op.attributes["buffers"] = dialect.to_attr(buffers)
+        buffers += [Place(memory, block.offset) for block in scratch.get(i, ())]
+        node.op.attributes["buffers"] = dialect.to_attr([*map(str, buffers)])
         if i in frame:
             node.op.attributes["frame"] = dialect.to_attr(frame[i].offset)
     return total

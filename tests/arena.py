@@ -14,7 +14,7 @@ from adaptc.ir.rewrite import nodes, spec
 from adaptc.ops.elementwise import NUMPY
 from adaptc.ops.mixing import RowState
 from adaptc.passes.plan_memory import ALIGNMENT
-from adaptc.ir.lowered import scratch_of
+from adaptc.ir.lowered import Place, scratch_of
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,10 @@ class Arena:
 
     def _run(self, function, arguments, results, base: int) -> None:
         def at(place: str):
-            kind, _, rest = place.partition("+")
-            if kind in ("arena", "frame"):
-                return Bytes(base + int(rest))
-            if place.startswith("symbol:"):
-                return self.symbols[place.removeprefix("symbol:")]
-            return arguments[int(place[3:])] if place.startswith("arg") else results[int(place[6:])]
+            found = Place.parse(place)
+            if found.memory in ("arena", "frame"):
+                return Bytes(base + found.at)
+            return {"symbol": self.symbols, "arg": arguments, "result": results}[found.memory][found.at]
 
         for node in nodes(function):
             if node.row is None and node.name != "func.call":

@@ -18,7 +18,7 @@ FOLDERS = {"compiler": "adaptc", "passes": "adaptc.passes", "backends": "adaptc.
            "runtime": "adaptc.runtime", "models": "adaptc.models"}
 ROOF = {"adaptc", "adaptc.cli", "adaptc.driver"}
 SHARED = {"adaptc.errors", "adaptc.formats", "adaptc.plan", "adaptc.protocol", "adaptc.artifact_format",
-          "adaptc.options", "adaptc.chart"}
+          "adaptc.options", "adaptc.chart", "adaptc.packages"}
 RUN_TIME = ("numpy", "safetensors", "tokenizers", "jinja2")
 
 

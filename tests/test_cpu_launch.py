@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,15 +14,16 @@ import weakref
 
 import numpy as np
 import pytest
+from cpu_kernel import aligned
 
 from adaptc import backends
 from adaptc.backends.cpu import launch
 from adaptc.backends.cpu.driver_kernel import driver_text
 from adaptc.backends.cpu.elf import Image, read_object
-from adaptc.backends.cpu.launch import LAUNCHER, Library, aligned
+from adaptc.backends.cpu.launch import LAUNCHER, Library
 from adaptc.backends.cpu.levels import level_of
 from adaptc.backends.cpu.toolchain import compile_mlir
-from adaptc.errors import ArtifactError, OptionError
+from adaptc.errors import ArtifactError, OptionError, PackageError
 from adaptc.plan import Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart, Symbol
 
 LEVEL = "x86-64-v3"
@@ -118,8 +120,8 @@ def plan(**changes) -> Plan:
 
 
 WEIGHTS = {
-    "model.w": memoryview(aligned((2, 3), np.float32, np.arange(6).reshape(2, 3))),
-    "model.packed": memoryview(aligned((10,), np.uint8, 3)),
+    "model.w": memoryview(aligned(np.arange(6, dtype=np.float32).reshape(2, 3))),
+    "model.packed": memoryview(aligned(np.full(10, 3, np.uint8))),
 }
 PAGES = {"full": 3}
 
@@ -328,7 +330,7 @@ def test_missing_kernel_and_pages(objects):
         load({name: data for name, data in objects.items() if name != "driver.o"})
     with pytest.raises(OptionError, match="layer0: its cache group 'full'"):
         LAUNCHER.load(plan(), objects, WEIGHTS, threads=1, pages={})
-    shifted = {**WEIGHTS, "model.w": memoryview(aligned((32,), np.uint8))[4:28]}
+    shifted = {**WEIGHTS, "model.w": memoryview(aligned(np.zeros(32, np.uint8)))[4:28]}
     with pytest.raises(ArtifactError, match="multiple of 64"):
         LAUNCHER.load(plan(), objects, shifted, threads=1, pages=PAGES)
 
@@ -367,7 +369,7 @@ def test_the_best_level_that_the_machine_runs_is_chosen(monkeypatch):
 
 def test_library_call(objects):
     library = Library(objects)
-    x, y = aligned((2, WIDTH), np.int32, np.arange(2 * WIDTH).reshape(2, WIDTH)), aligned((2, WIDTH), np.int32)
+    x, y = aligned(np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)), aligned(np.zeros((2, WIDTH), np.int32))
     for tid in range(3):
         library.call("plus10", [x, y], [2, 1, 1], tid, 3)
     np.testing.assert_array_equal(y.reshape(-1), x.reshape(-1)[::-1] + 10)
@@ -424,7 +426,7 @@ def test_backends_by_name(monkeypatch):
 def test_backends_from_entry_points(monkeypatch, tmp_path):
     package = tmp_path / "vendor_backend"
     package.mkdir()
-    (package / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("PROTOCOL = 1")
     (package / "launch.py").write_text("LAUNCHER = 'theirs'")
     info = tmp_path / "vendor-1.0.dist-info"
     info.mkdir()
@@ -435,3 +437,17 @@ def test_backends_from_entry_points(monkeypatch, tmp_path):
     assert backends.launcher("cpu") is LAUNCHER
     with pytest.raises(OptionError, match="'vendor'"):
         backends.codegen("vendor")
+    other = tmp_path / "other-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (other / "entry_points.txt").write_text("[adaptc.backends]\nvendor = other_backend\nbroken = other_backend\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert backends.launcher("cpu") is LAUNCHER, "whatever packages bring"
+    with pytest.raises(PackageError, match="package vendor 1.0 .*backend 'vendor' is also brought by the package other"):
+        backends.launcher("vendor")
+    (package / "__init__.py").write_text("PROTOCOL = 99")
+    monkeypatch.delitem(sys.modules, "vendor_backend")
+    shutil.rmtree(other)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PackageError, match="package vendor 1.0 .*written for protocol 99"):
+        backends.launcher("vendor")

@@ -56,6 +56,9 @@ SAMPLE = {
 }  # fmt: skip
 """Kernels of every family that has vector code."""
 
+FUSED = ("gated", "halves", "attend", "group", "norm")
+"""Of them, those with products that are added without rounding in between, where a level can."""
+
 here = pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 hosts generate x86-64 code")
 
 
@@ -93,6 +96,8 @@ def test_instructions_of_each_level(name):
     assert not re.search(r"[yz]mm|^v", v2, re.MULTILINE), "neither AVX registers, nor VEX instructions, FMA among them"
     assert "zmm" not in v3 and "{k" not in v3 and not re.search(r"[xy]mm(1[6-9]|2\d|3[01])", v3), "nothing of AVX-512"
     assert "ymm" in v3
+    if name in FUSED:
+        assert all(re.search(r"^vfmadd", listing, re.MULTILINE) for listing in (v3, v4))
     assert "zmm" in v4 or name == "embedding"  # which takes eight columns at a time
     assert not any("vpdpbusd" in listing for listing in code)
 
@@ -194,6 +199,12 @@ def test_code_of_another_machine_is_refused(monkeypatch):
         CODEGEN.check_level(name)
     with pytest.raises(OptionError, match="can't be compiled here"):
         compile_mlir(text("norm", name), name)
+    monkeypatch.setattr(toolchain.platform, "machine", lambda: other)  # as that machine sees it
+    CODEGEN.check_level(name)
+    own = ", ".join(level for level in LEVELS if LEVELS[level].machine == other)
+    for refused in (level for level in LEVELS if LEVELS[level].machine != other):
+        with pytest.raises(OptionError, match=f"which is {other}, and the level is .*or for one of {own}"):
+            CODEGEN.check_level(refused)
 
 
 def test_symbols_are_the_same_whatever_level_is_compiled():

@@ -12,13 +12,14 @@ import time
 
 import numpy as np
 import pytest
+from cpu_kernel import aligned
 
 from adaptc.backends.cpu.cache import KernelCache, cache_key, default_folder
 from adaptc.backends.cpu.codegen import CODEGEN, compile_texts
 from adaptc.backends.cpu.context import CYCLES, DRIVER_OBJECT, RUN, STEP, WORKER
 from adaptc.backends.cpu.driver_kernel import driver_text
 from adaptc.backends.cpu.elf import read_object
-from adaptc.backends.cpu.launch import Library, aligned
+from adaptc.backends.cpu.launch import Library
 from adaptc.backends.cpu.levels import LEVELS, level_of
 from adaptc.backends.cpu.toolchain import compile_mlir
 from adaptc.backends.cpu.worker import Worker
@@ -62,7 +63,7 @@ func.func private @scale(%x: vector<8xf32>, %c: vector<8xf32>) -> vector<8xf32> 
 
 
 def run(text: str, symbol: str, values: np.ndarray) -> np.ndarray:
-    array = aligned(values.shape, np.float32, values)
+    array = aligned(np.asarray(values, np.float32))
     Library({"k.o": compile_mlir(text, LEVEL)}).call(symbol, [array], [len(values)])
     return array
 
@@ -119,7 +120,7 @@ llvm.func @clear(%buffers: !llvm.ptr, %symbols: !llvm.ptr, %tid: i64, %n: i64) {
   llvm.return
 }
 """
-    array = aligned((100,), np.uint8, 7)
+    array = aligned(np.full(100, 7, np.uint8))
     Library({"k.o": compile_mlir(text, LEVEL)}).call("clear", [array], [90])
     assert not array[:90].any() and (array[90:] == 7).all()
 

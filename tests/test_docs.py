@@ -52,6 +52,7 @@ STABLE = {
     "E0600": "ArtifactError", "E0601": "DamageError", "E0602": "NewerFormatError", "E0603": "WrongMachineError",
     "E0700": "RequestError", "E0701": "EmptyPromptError", "E0702": "TooLongError", "E0703": "VocabularyError",
     "E0704": "TemplateError", "E0800": "OutputError", "E0801": "ExistsError",
+    "E0900": "PackageError", "E0901": "MissingPackageError",
 }
 """Ids that have been published: they stay, and mean what they meant."""
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import adaptc
+import planted
 import tiny_models
 from adaptc.backends.cpu import launch
-from adaptc.backends.cpu.codegen import CODEGEN
+from adaptc.backends.cpu.codegen import CODEGEN, _rows
 from adaptc.backends.cpu.levels import host_flags, level_of
+from adaptc.backends.cpu.toolchain import compile_mlir
 from adaptc.errors import ArtifactError, OptionError
 from adaptc.runtime.loader import load_artifact
+from adaptc.verify import verify
+from adaptc.verify.subject import Subject
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 hosts generate x86-64 code")
 
@@ -85,6 +90,27 @@ def test_loading_chooses_the_best(several, monkeypatch):
     monkeypatch.setattr(launch, "host_flags", lambda: frozenset())
     with pytest.raises(ArtifactError, match="for x86-64-v2 this CPU lacks .*; for x86-64-v3 this CPU lacks"):
         adaptc.load(several)
+
+
+def test_verify_tries_each_level_that_runs_and_lists_the_others(several, monkeypatch):
+    monkeypatch.setattr(launch, "host_flags", lambda: frozenset(level_of("x86-64-v3").flags))
+    (_, operators) = verify(several, levels=("operator",)).levels
+    assert not operators.findings and any("kernels for x86-64-v3, x86-64-v2, " in line for line in operators.covered)
+    (line,) = (line for line in operators.left_out if "not run" in line)
+    assert re.match(r"kernels for x86-64-v4\+avx512vnni: not run \(.* this CPU lacks avx512bw, .*avx512_vnni\)$", line)
+
+
+def test_a_fault_at_one_level_is_named_with_it(several, tmp_path):
+    """A kernel that is wrong at the level that loading doesn't take."""
+    plan = load_artifact(several).plan
+    norm = next(o for o in plan.operators() if o.op == "rms_norm")
+    object_ = next(k.object for k in plan.kernels if k.symbol == norm.calls[0].kernel)
+    params = dict(CODEGEN.select(Subject(several).places[norm.id].spec).uses[0].kernel.params) | {"eps": 1e-2}
+    text = _rows("FAMILIES")["rms_norm"].emit(params, norm.calls[0].kernel, level_of("x86-64-v2"))
+    bad = planted.copy(several, tmp_path / "bad.adapt", f"kernels/x86-64-v2/{object_}",
+                       lambda _: compile_mlir(text, "x86-64-v2"))
+    first = verify(bad, levels=("operator",)).first
+    assert first.where.endswith(" rms_norm") and "for x86-64-v2 don't give what the operator means" in first.what
 
 
 def test_native_is_recorded_by_name(model, tmp_path):

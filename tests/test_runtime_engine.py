@@ -65,6 +65,42 @@ def empty(eng: Engine) -> None:
     assert all(len(p.free_pages) == p.pages and p.reserved == 0 for p in eng.pools.values())
 
 
+def owner_of(method: str) -> type:
+    return next(c for c in (PagePool, BlockTable, Engine) if method in vars(c))
+
+
+def go_on_through_interrupts(monkeypatch, place: str, after: bool, rng, chance: float, eng: Engine, ids: list[int],
+                             expected: list[list[int]]) -> None:
+    """Runs the requests ``ids`` to their ends with Ctrl-C just before or ``after`` calls of the method ``place``, by
+    chance, one a step at most and twelve in all: they give what is expected, and nothing is lost in between."""
+    real, left, armed = getattr(owner_of(place), place), 12, False
+
+    def interrupted(self, *args):
+        nonlocal left, armed
+        now = armed and left > 0 and rng.random() < chance
+        left, armed = left - now, armed and not now
+        if now and not after:
+            raise KeyboardInterrupt
+        result = real(self, *args)
+        if now:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner_of(place), place, interrupted)
+    tokens, interrupts = {i: [] for i in ids}, 0
+    while eng.active:
+        armed = True
+        try:
+            for event in eng.step():
+                tokens[event.request].append(event.token)
+        except KeyboardInterrupt:
+            interrupts += 1
+        consistent(eng)
+        eng.poison_free_pages()
+    assert [tokens[i] for i in ids] == expected and interrupts
+    empty(eng)
+
+
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 
 
@@ -286,35 +322,9 @@ def test_an_interrupt_anywhere_loses_nothing(place, after, monkeypatch):
     """Ctrl-C just before or after any call that moves pages or requests: go on, and all is as without it."""
     prompts = [PROMPT[:3], PROMPT[:9], PROMPT[5:14]]
     expected = [greedy(p, 6, plan()) for p in prompts]
-    owner = next(c for c in (PagePool, BlockTable, Engine) if place in vars(c))
-    real, rng, left, armed = getattr(owner, place), random.Random(len(place)), [12], [True]
-
-    def interrupted(self, *args):
-        now = armed[0] and left[0] > 0 and rng.random() < 0.4
-        left[0] -= now
-        armed[0] = armed[0] and not now  # one a step
-        if now and not after:
-            raise KeyboardInterrupt
-        result = real(self, *args)
-        if now:
-            raise KeyboardInterrupt
-        return result
-
     eng = engine()
     ids = [eng.add(p, max_tokens=6) for p in prompts]
-    monkeypatch.setattr(owner, place, interrupted)
-    tokens, interrupts = {i: [] for i in ids}, 0
-    while eng.active:
-        armed[0] = True
-        try:
-            for event in eng.step():
-                tokens[event.request].append(event.token)
-        except KeyboardInterrupt:
-            interrupts += 1
-        consistent(eng)
-        eng.poison_free_pages()
-    assert [tokens[i] for i in ids] == expected and interrupts
-    empty(eng)
+    go_on_through_interrupts(monkeypatch, place, after, random.Random(len(place)), 0.4, eng, ids, expected)
 
 
 def test_an_interrupted_abort_frees_the_pages(monkeypatch):
@@ -503,35 +513,9 @@ def test_samples_under_failures_aborts_and_company(seed):
 @pytest.mark.parametrize("after", [False, True])
 def test_an_interrupt_anywhere_loses_no_sample(place, after, monkeypatch):
     expected = [alone(PROMPT[:9], i, 6) for i in range(3)]
-    owner = next(c for c in (PagePool, BlockTable, Engine) if place in vars(c))
-    real, rng, left, armed = getattr(owner, place), random.Random(place), [12], [True]
-
-    def interrupted(self, *args):
-        now = armed[0] and left[0] > 0 and rng.random() < 0.7
-        left[0] -= now
-        armed[0] = armed[0] and not now
-        if now and not after:
-            raise KeyboardInterrupt
-        result = real(self, *args)
-        if now:
-            raise KeyboardInterrupt
-        return result
-
     eng = engine(pages={g.name: 40 for g in plan().groups})
     ids = eng.add_samples(PROMPT[:9], 3, max_tokens=6, sampling=Sampling(**HOT))
-    monkeypatch.setattr(owner, place, interrupted)
-    tokens, interrupts = {i: [] for i in ids}, 0
-    while eng.active:
-        armed[0] = True
-        try:
-            for event in eng.step():
-                tokens[event.request].append(event.token)
-        except KeyboardInterrupt:
-            interrupts += 1
-        consistent(eng)
-        eng.poison_free_pages()
-    assert [tokens[i] for i in ids] == expected and interrupts
-    empty(eng)
+    go_on_through_interrupts(monkeypatch, place, after, random.Random(place), 0.7, eng, ids, expected)
 
 
 @pytest.mark.parametrize("interrupt", [None, "_elect", "release", "unreserve"])
@@ -543,7 +527,7 @@ def test_the_next_sample_goes_on_with_an_aborted_ones_prefill(interrupt, monkeyp
         assert eng.abort(ids[0])
         assert eng._running[ids[1]].length == 5
     else:
-        owner = next(c for c in (PagePool, BlockTable, Engine) if interrupt in vars(c))
+        owner = owner_of(interrupt)
         real = getattr(owner, interrupt)
 
         def once(self, *args):

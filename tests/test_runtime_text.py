@@ -198,17 +198,16 @@ def test_text_that_can_be_no_stop_is_not_held():
 def test_a_real_tokenizer_and_template(smollm2_gguf):
     from adaptc import sources
     found = sources.open_source(smollm2_gguf).text()
-    bos = found.special_tokens[found.bos_token]
-    tok = Tokenizer(found.tokenizer_json, TextInfo(bos, found.add_bos, found.stop_ids))
+    tok = Tokenizer(found.tokenizer_json, found.info)
     for text in (*TEXTS, *(TEXTS[4] + t for t in TEXTS), "def f(x):\n\treturn  x ** 2  # naïve\n" * 3):
         pieces = streamed(tok, ids := tok.encode(text))
         assert "".join(pieces) == tok.decode(ids) == text and not any("\ufffd" in piece for piece in pieces)
-    template = ChatTemplate(found.chat_template, {"bos_token": found.bos_token, "eos_token": found.eos_token})
+    template = ChatTemplate(found.chat_template, found.info.special_tokens)
     chat = template.render([{"role": "user", "content": "Hi"}])
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     ids = tok.encode(chat)
-    assert ids.count(bos) == 3 and tok.decode(ids).endswith("user\nHi\nassistant\n")  # <|im_start|> is its BOS
-    assert found.special_tokens["<|im_end|>"] in tok.info.stop_ids
+    assert ids.count(found.info.bos_id) == 3 and tok.decode(ids).endswith("user\nHi\nassistant\n")  # <|im_start|> is its BOS
+    assert tok.control["<|im_end|>"] in tok.info.stop_ids
 
 
 # ---- what users say stays text ---------------------------------------------------------------------------------
@@ -245,9 +244,8 @@ class Real:
         from adaptc.sources import open_source
 
         found = open_source(path).text()
-        self.names = {"bos_token": found.bos_token, "eos_token": found.eos_token}
-        bos = found.special_tokens[found.bos_token]
-        self.ours = Tokenizer(found.tokenizer_json, TextInfo(bos, found.add_bos, found.stop_ids, self.names))
+        self.names = found.info.special_tokens
+        self.ours = Tokenizer(found.tokenizer_json, found.info)
         backend = tokenizers.Tokenizer.from_str(found.tokenizer_json.decode())
         self.theirs = PreTrainedTokenizerFast(tokenizer_object=backend, **self.names)
         self.template = template or found.chat_template

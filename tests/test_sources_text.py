@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny_gguf
@@ -59,10 +60,10 @@ def test_smollm2_ids_are_those_of_transformers(smollm2_gguf, smollm2_text):
         ids = ours.encode(sample).ids
         assert ids == theirs(sample)["input_ids"], sample
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, clean_up_tokenization_spaces=False)
-    assert (text.bos_token, text.eos_token, text.add_bos) == ("<|im_start|>", "<|im_end|>", False)
+    assert text.info.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert (text.info.bos_id, text.info.add_bos) == (1, False)
     assert text.chat_template == theirs.chat_template and "<|im_end|>" in text.chat_template
-    assert text.stop_ids == (2,)
-    assert list(text.special_tokens.items())[:3] == [("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2)]
+    assert text.info.stop_ids == (2,)
     assert text == open_source(smollm2_gguf).text()
 
 
@@ -71,9 +72,9 @@ def test_gemma_ids_are_those_of_transformers(gemma3_gguf):
     ours = tokenizer(text)
     for sample, ids in zip(TRICKY, GEMMA_IDS, strict=True):
         assert ours.encode(sample).ids == list(ids), sample
-    assert (text.bos_token, text.eos_token, text.add_bos) == ("<bos>", "<eos>", True)
-    assert text.chat_template is None and text.stop_ids == (1,)
-    assert text.special_tokens["<end_of_turn>"] == 106 and len(text.special_tokens) == 6249
+    assert text.info.special_tokens == {"bos_token": "<bos>", "eos_token": "<eos>"}
+    assert (text.info.bos_id, text.info.add_bos) == (2, True)
+    assert text.chat_template is None and text.info.stop_ids == (1,)
 
 
 def vocabulary(**changes):
@@ -90,16 +91,16 @@ def gguf_text(tmp_path, **changes) -> TextBundle:
 
 
 def test_stop_ids_are_the_end_tokens_of_metadata_and_template(tmp_path):
-    assert gguf_text(tmp_path).stop_ids == (2,)
-    assert gguf_text(tmp_path, **{"tokenizer.ggml.eot_token_id": 3}).stop_ids == (2, 3)
+    assert gguf_text(tmp_path).info.stop_ids == (2,)
+    assert gguf_text(tmp_path, **{"tokenizer.ggml.eot_token_id": 3}).info.stop_ids == (2, 3)
     text = gguf_text(tmp_path, **{"tokenizer.chat_template": "{{ messages[0].content }}<|im_end|>"})
-    assert text.stop_ids == (2, 4) and text.chat_template.endswith("<|im_end|>")
+    assert text.info.stop_ids == (2, 4) and text.chat_template.endswith("<|im_end|>")
 
 
 @pytest.mark.parametrize("add", [True, False])
 def test_the_start_token_is_added_when_the_file_says_so(tmp_path, add):
     text = gguf_text(tmp_path, **{"tokenizer.ggml.add_bos_token": add})
-    assert text.add_bos is add
+    assert text.info.add_bos is add
     assert tokenizer(text).encode("abc").ids == ([1] if add else []) + [31, 7]
 
 
@@ -137,8 +138,7 @@ def folder(tmp_path, smollm2_text):
     from transformers import PreTrainedTokenizerFast
 
     text = smollm2_text
-    names = {"bos_token": text.bos_token, "eos_token": text.eos_token}
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer(text), **names)
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer(text), **text.info.special_tokens)
     saved.chat_template = text.chat_template
     saved.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 0}))
@@ -150,8 +150,7 @@ def folder(tmp_path, smollm2_text):
 def test_a_folder_gives_what_its_files_say(folder, smollm2_text):
     source, original = open_source(folder), smollm2_text
     text = source.text()
-    assert text.stop_ids == (0, 2, 5)
-    assert (text.chat_template, text.eos_token, text.add_bos) == (original.chat_template, "<|im_end|>", False)
+    assert (text.chat_template, text.info) == (original.chat_template, replace(original.info, stop_ids=(0, 2, 5)))
     assert [tokenizer(text).encode(sample).ids for sample in TRICKY] == [
         tokenizer(original).encode(sample).ids for sample in TRICKY
     ]

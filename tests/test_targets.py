@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import adaptc
 from adaptc import targets
 from adaptc.errors import InputError, OptionError
 from adaptc.plan import DTYPE_BYTES
@@ -26,7 +27,7 @@ def test_unknown_name_lists_the_known():
 def test_files_are_sane(name):
     found = targets.target(name)
     assert found.name == name and found.default_level in found.levels
-    assert set(found.compute) <= set(found.dtypes) <= set(DTYPE_BYTES)
+    assert set(found.dtypes) <= set(DTYPE_BYTES)
     bandwidths = [m.bandwidth for m in found.memory]
     assert bandwidths == sorted(bandwidths, reverse=True), "fastest first"
     assert 0 <= found.launch_s < 1e-3
@@ -54,6 +55,17 @@ def test_rates_are_of_the_dtypes_it_computes_in():
         cpu.rate("f64")
 
 
+@pytest.mark.parametrize("options, words", [
+    ({"kv": "bf16"}, "kv=bf16 needs bf16, and target board has f32, f16 only"),
+    ({"activations": "int8"}, "activations=int8 needs i8, and target board has f32, f16 only"),
+])
+def test_what_the_target_has_no_dtype_for_is_refused_at_once(tmp_path, monkeypatch, options, words):
+    written(tmp_path, dtypes=["f32", "f16"], compute={"f32": 1e9})
+    monkeypatch.setattr(targets, "_files", lambda: {"board": tmp_path / "board.json"})
+    with pytest.raises(OptionError, match=words):
+        adaptc.compile(tmp_path / "none", "board", output=tmp_path / "out.adapt", **options)
+
+
 def written(folder: Path, **changes) -> dict:
     """cpu.json as target "board" with changes (None takes a field away), in ``folder``."""
     data = json.loads(CPU_FILE.read_text()) | {"name": "board"} | changes
@@ -72,6 +84,8 @@ def written(folder: Path, **changes) -> dict:
     ({"compute": {"f32": "fast"}}, "got 'fast'"),
     ({"default_level": "v9"}, "default_level 'v9' is none of its levels"),
     ({"key_block": 0}, "key_block must be a positive number"),
+    ({"links": []}, "links"),
+    ({"dtypes": ["f16", "i8"]}, "computes in f32, which is none of its dtypes"),
     ({"name": "other"}, "it calls itself 'other'"),
 ])
 def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, monkeypatch, changes, message):

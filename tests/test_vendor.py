@@ -21,6 +21,7 @@ report = adaptc.compile(model, "acme-x1", output=out, page_size=4, max_step_toke
 with adaptc.load(out) as session:
     logits = session.score(list(range(10, 40)), chunk=7)
     said = {"requirements": dict(session.manifest["requirements"]), "backend": session.plan.backend}
+    said["packages"] = session.manifest["provenance"]["packages"]
 coverage = {row.op: row.status for row in report.coverage}
 print(json.dumps(said | {"coverage": coverage, "logits": logits.tolist()}))
 """
@@ -48,6 +49,7 @@ def test_a_model_compiles_and_runs_on_a_backend_from_outside(package, tmp_path, 
                           capture_output=True, text=True)
     said = json.loads(done.stdout)
     assert said["requirements"] == {"gen1": {"device": "acme gen1"}} and said["backend"] == "acme"
+    assert said["packages"]["acme"]["for"] == ["adaptc.backends", "adaptc.targets"]
     assert said["coverage"]["rope"].startswith("decomposed into") and said["coverage"]["attention"] == "mapped"
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.inference_mode():

@@ -11,13 +11,15 @@ import queue
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from adaptc import packages
 from adaptc.backends.cpu import kernels as kernel_modules
 from adaptc.backends.cpu.cache import KernelCache, cache_key, default_folder
 from adaptc.backends.cpu.context import DRIVER_OBJECT, RUN
 from adaptc.backends.cpu.driver_kernel import driver_text
 from adaptc.backends.cpu.elf import read_object
+from adaptc.backends.cpu.kernels.base import Family
 from adaptc.backends.cpu.levels import LEVELS, NATIVE, level_of, native_level
 from adaptc.backends.cpu.toolchain import check_host, toolchain_version
 from adaptc.backends.cpu.worker import Worker
@@ -28,15 +30,37 @@ from adaptc.protocol import KernelSpec, OpSpec, Probe, Selection
 _DIGITS = 16  # of a symbol's hash
 
 
-@functools.cache
 def _rows(table: str) -> Mapping[str, Any]:
-    """The union of the kernel modules' tables of that name (FAMILIES or SELECT), keys unique."""
+    """The union of the kernel modules' and packages' tables of that name (FAMILIES or SELECT), keys unique."""
+    return _tables(table)[0]
+
+
+@functools.cache
+def _tables(table: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """(that union, the package by key of what isn't our own)."""
     union: dict[str, Any] = {}
     for module in sorted(m.name for m in pkgutil.iter_modules(kernel_modules.__path__)):
         rows = getattr(importlib.import_module(f"{kernel_modules.__name__}.{module}"), table, {})
         assert not union.keys() & rows.keys(), f"{module}.{table} repeats {sorted(union.keys() & rows.keys())}"
         union.update(rows)
-    return union
+    theirs = packages.added(packages.CPU_KERNELS, table, union, _PROBLEMS[table])
+    union |= {name: _blaming(a.extension, table, name, a.value) for name, a in theirs.items()}
+    return union, {name: a.extension.package for name, a in theirs.items()}
+
+
+_PROBLEMS: Mapping[str, Callable[[Any], str]] = {
+    "FAMILIES": lambda value: "" if isinstance(value, Family) else f"{value!r} is no adaptc.backends.cpu.kernels.base.Family.",
+    "SELECT": lambda value: "" if callable(value) else f"{value!r} is no function from an OpSpec to a Selection or None.",
+}
+"""What is wrong with an entry of a package's table."""
+
+
+def _blaming(extension: packages.Extension, table: str, name: str, value: Any) -> Any:
+    if table == "SELECT":
+        return packages.blaming(extension, f"SELECT of {name!r}", value)
+    functions = {part: getattr(value, part) for part in ("emit", "signature")}
+    return Family(**{part: packages.blaming(extension, f"{part} of the kernel family {name!r}", function)
+                     for part, function in functions.items()})
 
 
 def _family(kernel: KernelSpec):
@@ -89,6 +113,12 @@ class CpuCodegen:
     def check_level(self, level: str) -> None:
         """OptionError when this host can't generate code for ``level``."""
         check_host(level_of(level))
+
+    def packages(self, operators: Iterable[str], kernels: Iterable[KernelSpec]) -> frozenset[str]:
+        """Installed packages that chose kernels for these operators, or whose kernels these are."""
+        owners = [_tables("SELECT")[1].get(op) for op in operators]
+        owners += [_tables("FAMILIES")[1].get(kernel.family) for kernel in kernels]
+        return frozenset(filter(None, owners))
 
     def object_of(self, kernel: KernelSpec) -> str:
         return f"{_symbol(kernel)}.o"

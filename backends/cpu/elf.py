@@ -237,7 +237,6 @@ class Rule:
     insert: Callable[[int, int], int] = lambda old, value: value
 
 
-
 def _pc(s: int, a: int, p: int, g: int, t: int) -> int:
     return s + a - p
 
@@ -248,12 +247,12 @@ def _got_pc(s: int, a: int, p: int, g: int, t: int) -> int:
 
 _X86_64: dict[int, Rule] = {
     1: Rule(8, True, lambda s, a, p, g, t: s + a),  # R_X86_64_64
-    2: Rule(4, True, _pc),  # R_X86_64_pc32
+    2: Rule(4, True, _pc),  # R_X86_64_PC32
     4: Rule(4, True, _pc),  # R_X86_64_PLT32: everything is within reach, no stub is needed
     9: Rule(4, True, _got_pc, slot=True),  # R_X86_64_GOTPCREL
     10: Rule(4, False, lambda s, a, p, g, t: s + a),  # R_X86_64_32
     11: Rule(4, True, lambda s, a, p, g, t: s + a),  # R_X86_64_32S
-    24: Rule(8, True, _pc),  # R_X86_64_pc64
+    24: Rule(8, True, _pc),  # R_X86_64_PC64
     25: Rule(8, True, lambda s, a, p, g, t: s + a - t),  # R_X86_64_GOTOFF64
     26: Rule(4, True, lambda s, a, p, g, t: t + a - p),  # R_X86_64_GOTPC32
     27: Rule(8, True, lambda s, a, p, g, t: g - t + a, slot=True),  # R_X86_64_GOT64
@@ -319,7 +318,8 @@ def _libc() -> ctypes.CDLL:
 
 
 class Image:
-    """Objects linked against each other and mapped: code read-execute, constants read-only, data read-write.
+    """Objects linked against each other and mapped: code read-execute, constants read-only, data read-write. Where
+    instruction caches don't follow stores (aarch64), Linux makes them, as pages become executable.
 
     ``objects`` maps names to file contents. Raises ArtifactError for malformed objects, symbols that no object
     defines (all are named) and names that two objects define.
@@ -334,7 +334,6 @@ class Image:
         anchor = ctypes.c_char.from_buffer(self._memory)
         self._base = ctypes.addressof(anchor)
         del anchor
-        self.bytes = size
         self.symbols = self._exports(parsed, places)
         self._copy(parsed, places)
         self._relocate(parsed, places, spans[2][0])

@@ -52,7 +52,7 @@ class Library:
     def call(self, symbol: str, arrays: Sequence[np.ndarray], symbols: Sequence[int], tid: int = 0, n: int = 1) -> None:
         """Runs thread ``tid``'s share of ``n`` of a kernel over C-contiguous ``arrays``, in place.
 
-        Kernels may assume that buffers start at multiples of 64 bytes: see ``aligned``.
+        Kernels may assume that buffers start at multiples of ``ALIGNMENT`` bytes, as a plan's do.
         """
         for index, array in enumerate(arrays):
             if not array.flags.c_contiguous:
@@ -60,17 +60,6 @@ class Library:
         buffers = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
         values = (ctypes.c_int64 * len(symbols))(*symbols)
         _Kernel(self.address(symbol))(ctypes.addressof(buffers), ctypes.addressof(values), tid, n)
-
-
-def aligned(shape, dtype, fill=None, alignment: int = ALIGNMENT) -> np.ndarray:
-    """An array that starts at a multiple of ``alignment`` bytes: ``fill``'s values, or zeros."""
-    size = math.prod(np.atleast_1d(shape).tolist()) * np.dtype(dtype).itemsize
-    raw = np.zeros(size + alignment, np.uint8)
-    start = -raw.ctypes.data % alignment
-    array = raw[start : start + size].view(dtype).reshape(shape)
-    if fill is not None:
-        array[...] = fill
-    return array
 
 
 def _seconds_per_cycle(library: Library) -> float:

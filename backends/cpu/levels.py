@@ -26,7 +26,7 @@ class Level:
 
     target_cpu       LLVM's name of the processor to generate and schedule for
     target_features  LLVM features; with ``target_cpu`` they decide the code, whatever the compiling host is
-    flags            what /proc/cpuinfo must list on a machine that runs the code
+    flags            what /proc/cpuinfo must list on a machine that runs the code; a CPU with these has what they imply
     vector_bytes     width of the widest vector register
     """
 
@@ -52,9 +52,9 @@ class Level:
 
 
 _V2_FEATURES = ("+cx16", "+popcnt", "+sse4.2")
-_V2_FLAGS = ("cx16", "popcnt", "sse4_2")
+_V2_FLAGS = ("cx16", "lahf_lm", "popcnt", "sse4_2")
 _V3_FEATURES = ("+avx", "+avx2", "+bmi", "+bmi2", "+cx16", "+f16c", "+fma", "+lzcnt", "+movbe", "+popcnt", "+sse4.2")
-_V3_FLAGS = ("avx", "avx2", "bmi1", "bmi2", "cx16", "f16c", "fma", "abm", "movbe", "popcnt", "sse4_2")
+_V3_FLAGS = ("avx", "avx2", "bmi1", "bmi2", "cx16", "f16c", "fma", "abm", "lahf_lm", "movbe", "popcnt", "sse4_2")
 _V4_FEATURES = ("+avx512bw", "+avx512cd", "+avx512dq", "+avx512f", "+avx512vl")
 _V4_FLAGS = ("avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
 

@@ -1,4 +1,4 @@
-"""An exported ATen graph, node by node, as one flat ``@step`` of the dialect; ``aten.TABLE`` says what becomes what."""
+"""An exported ATen graph, node by node, as one flat ``@step`` of the dialect; ``rules`` says what becomes what."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch_mlir import ir
 from torch_mlir.dialects import func
 
-from adaptc.capture.aten import SKIPPED, TABLE, Mask
+from adaptc.capture.aten import SKIPPED, Mask
 from adaptc.capture.order import ordered
 from adaptc.capture.places import Place, place_of
+from adaptc.capture.rules import package_of, rules
 from adaptc.capture.trace import PREFIX, TOKENS
 from adaptc.errors import CaptureError, LegalityError
 from adaptc.ir import dialect
@@ -87,7 +88,7 @@ def key(node: torch.fx.Node) -> str:
 
 def _unknown(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     tensors = (n for n in graph.nodes if n.op == "call_function" and not isinstance(n.meta.get("val"), _NUMBERS))
-    return [n for n in tensors if key(n) not in TABLE and key(n) not in SKIPPED]
+    return [n for n in tensors if key(n) not in rules() and key(n) not in SKIPPED]
 
 
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -117,7 +118,8 @@ def _check_known(graph: torch.fx.Graph) -> None:
             for name, places in sorted(unknown.items())
         )
         raise CaptureError(f"adaptc has no rule for {len(unknown)} operator(s) of this model: {listed}.",
-                           hint="A rule is one row in compiler/capture/aten.py.")
+                           hint="A rule is one row in compiler/capture/aten.py, or in a package of yours "
+                                "(docs/adding.md): install the one that brings the model's own operators, if there is one.")
 
 
 class _Walk:
@@ -156,6 +158,8 @@ class _Walk:
         flat = self.b.reshape(self.values[logits], shape=(TOKENS, vocabulary))
         func.ReturnOp([self.b.gather_rows(flat, sampled)], ip=self.point)
         self.program.set_fact("vocabulary", vocabulary)
+        if brought := {package_of(key(node)) for node in graph.nodes if node.op == "call_function"} - {None}:
+            self.program.set_fact("rules_of", sorted(brought))
 
     # ---- arguments of the graph
 
@@ -212,7 +216,7 @@ class _Walk:
                     # a complex tensor is walked as two real ones: see aten.Complex
                     real = torch.float32 if value.is_complex() else value.dtype
                     self.shape, self.dtype = self._dims(value.shape), self._kind(real)
-                self.values[node] = self._apply(TABLE[name], node)
+                self.values[node] = self._apply(rules()[name], node)
             except (LegalityError, CaptureError) as error:
                 raise CaptureError(f"{node.target} in {self.place}: {error.message}", hint=error.hint) from error
         result = self.values[node]

@@ -9,7 +9,7 @@ from torch_mlir import ir
 from adaptc.errors import LegalityError
 from adaptc.ir import dialect
 from adaptc.ops.dense import split_activation
-from adaptc.ops.table import row
+from adaptc.ops.table import DECLARATIONS, row
 
 
 class Builder:
@@ -106,7 +106,7 @@ def body_of(op) -> tuple[tuple, tuple]:
 
 def is_operator(op) -> bool:
     """Whether an operation is one of the operator table's."""
-    return op.operation.name.startswith("adaptc.") and short_name(op) not in dialect.DECLARATIONS
+    return op.operation.name.startswith("adaptc.") and short_name(op) not in DECLARATIONS
 
 
 def short_name(op) -> str:

@@ -22,9 +22,6 @@ from adaptc.errors import LegalityError
 from adaptc.formats import FORMATS, WeightFormat
 from adaptc.protocol import StateSpec, TensorSpec
 
-DECLARATIONS = ("weight", "state_slot", "get", "yield")
-"""The dialect's operations that aren't rows of the operator table."""
-
 
 def context() -> ir.Context:
     """A fresh MLIR context for the dialect. Single-threaded, so that diagnostics keep their order.

@@ -17,6 +17,7 @@ from torch_mlir.dialects import func
 from adaptc.errors import LegalityError
 from adaptc.ir import dialect
 from adaptc.ir.build import attrs_of, is_operator, short_name
+from adaptc.ir.lowered import Place
 from adaptc.ir.module import DIMENSIONS, ROLES, STAGES, STEP, Program, callee, source_of
 from adaptc.ops.table import row
 from adaptc.protocol import StateSpec, TensorSpec
@@ -230,8 +231,6 @@ def _symbol(value: ir.Value, passed: list) -> str | None:
 
 # ---- the lowered stage
 
-_PLACE = re.compile(r"(arena|frame)\+\d+|(arg|result)\d+|symbol:.+")
-
 
 def _lowered(program: Program, function, op) -> None:
     name, attributes = op.operation.name, op.operation.attributes
@@ -246,10 +245,11 @@ def _lowered(program: Program, function, op) -> None:
     count = len(op.operation.operands) + len(op.operation.results) + scratch
     if len(places) != count:
         raise _at(program, function, op, f"has {len(places)} buffers for {count} operands, results and scratch")
-    foreign = "frame+" if function.name.value == STEP else "arena+"
-    for place in places:
-        if not isinstance(place, str) or not _PLACE.fullmatch(place) or place.startswith(foreign):
-            raise _at(program, function, op, f"has a buffer at {place!r}, which is no place in @{function.name.value}")
+    foreign = "frame" if function.name.value == STEP else "arena"
+    for text in places:
+        place = Place.parse(text)
+        if place is None or place.memory == foreign:
+            raise _at(program, function, op, f"has a buffer at {text!r}, which is no place in @{function.name.value}")
 
 
 def _at(program: Program, function, op, problem: str) -> LegalityError:

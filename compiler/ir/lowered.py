@@ -4,6 +4,8 @@ laid-out program."""
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
 from typing import Any
 
 from adaptc.ir import dialect
@@ -11,6 +13,37 @@ from adaptc.ir.module import Program
 from adaptc.protocol import KernelSpec, KernelUse, TensorSpec
 
 FACTS = ("arena_bytes", "max_symbols")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value lies, as an operator's ``buffers`` spell it.
+
+    arena+N    N bytes into the arena; in @step
+    frame+N    N bytes into the body's frame; the call says where in the arena the frame stands (``frame``)
+    argI       argument I of the function (in @step the inputs: tokens, positions, requests, sampled)
+    resultI    result I of the function: the body writes where its caller wants it (in @step: the logits)
+    symbol:S   the weight or state S; in @step
+    """
+
+    memory: str
+    at: int | str
+
+    def __str__(self) -> str:
+        between = {"arena": "+", "frame": "+", "symbol": ":"}.get(self.memory, "")
+        return f"{self.memory}{between}{self.at}"
+
+    @staticmethod
+    def parse(text: Any) -> Place | None:
+        """The place that ``text`` spells; None when it spells none."""
+        found = _PLACE.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            return None
+        memory, at = next((memory, at) for memory, at in found.groupdict().items() if at is not None)
+        return Place(memory, at if memory == "symbol" else int(at))
+
+
+_PLACE = re.compile(r"arena\+(?P<arena>\d+)|frame\+(?P<frame>\d+)|arg(?P<arg>\d+)|result(?P<result>\d+)|symbol:(?P<symbol>.+)")
 
 
 def kernel_note(symbol: str, use: KernelUse) -> dict[str, Any]:

@@ -177,6 +177,12 @@ class Program:
                 if is_operator(op):
                     yield function, op
 
+    def operator_names(self) -> frozenset[str]:
+        """Names of the table's operators that stand anywhere in the program, in other operators' regions too."""
+        found = [op for _, op in self.operators()]
+        inner = [op for outer in found for region in outer.operation.regions for op in region.blocks[0].operations]
+        return frozenset(short_name(op) for op in (*found, *inner) if is_operator(op))
+
 
 class _Editing:
     def __init__(self, context: ir.Context):

@@ -2,21 +2,25 @@
 
 Rows describe operators over ``TensorSpec`` (dtype, named shape, storage format), without MLIR, so that capture,
 passes, planner, reference backend and code generators share one description. Rows come from the modules of this
-package and from installed packages with an entry point in the group ``adaptc.operators`` (a list of rows).
+package and from installed packages with an entry point in the group ``adaptc.operators`` (a module with ``ROWS``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Callable, Mapping, Sequence
 
+from adaptc import packages
 from adaptc.errors import LegalityError
 from adaptc.protocol import StateSpec, TensorSpec
 
 REQUIRED = object()
 """Marks an attribute without a default."""
+
+DECLARATIONS = ("weight", "state_slot", "get", "yield")
+"""Operations of the dialect that aren't rows of the table: names that no row may have."""
 
 Spec = TensorSpec | StateSpec
 Form = dict[str, int]
@@ -44,6 +48,8 @@ class OpRow:
     aliases    a view that moves nothing: the result is the operand's memory under another shape
     elementwise  every result element depends on the operand elements at the same index (after broadcasting)
     matrices   operands whose rows may be stored in a packed format; a weight that any other operand reads is dense
+    ranges     name → (generator, shape) → values of float operands that are hard for this operator: its kernels are
+               verified over them beside what all are (``adaptc.verify.operators.RANGES``)
     """
 
     name: str
@@ -62,6 +68,7 @@ class OpRow:
     aliases: bool = False
     elementwise: bool = False
     matrices: tuple[str, ...] = ()
+    ranges: Mapping[str, Callable[[Any, tuple[int, ...]], Any]] = field(default_factory=dict)
 
     def complete(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """``attrs`` with defaults filled in; unknown and missing ones are errors."""
@@ -116,20 +123,74 @@ def _as_kind(operator: str, name: str, value: Any, default: Any) -> Any:
     raise LegalityError(f"{operator}: attribute {name!r} must be of kind {type(default).__name__}, got {value!r}.")
 
 
-@cache
+_FUNCTIONS = ("infer", "meaning", "axes", "cost", "decompose")
+"""Columns of a row that are called."""
+
+
 def table() -> Mapping[str, OpRow]:
     """Every operator by name."""
+    return _tables()[0]
+
+
+def package_of(name: str) -> str | None:
+    """The installed package that brings an operator; None for adaptc's own."""
+    return _tables()[1].get(name)
+
+
+@cache
+def _tables() -> tuple[dict[str, OpRow], dict[str, str]]:
+    """(rows by name, package by name of those that aren't our own)."""
     from adaptc.ops import dense, elementwise, mixing, routing, shape
 
     rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *routing.ROWS]
-    for point in sorted(entry_points(group="adaptc.operators"), key=lambda p: p.name):
-        rows.extend(point.load())
-    result: dict[str, OpRow] = {}
-    for row in rows:
-        if row.name in result:
-            raise LegalityError(f"operator {row.name!r} is declared twice; operator names must be unique.")
-        result[row.name] = row
-    return result
+    own = {row.name: row for row in rows}
+    assert len(own) == len(rows), "an operator is declared twice"
+    theirs = packages.added(packages.OPERATORS, "ROWS", own, problem)
+    return own | {n: _blaming(a.extension, a.value) for n, a in theirs.items()}, {
+        n: a.extension.package for n, a in theirs.items()}
+
+
+def _blaming(extension: packages.Extension, row: OpRow) -> OpRow:
+    functions = {name: getattr(row, name) for name in _FUNCTIONS if getattr(row, name) is not None}
+    return replace(row, **{name: packages.blaming(extension, f"{name} of operator {row.name!r}", function)
+                           for name, function in functions.items()})
+
+
+def problem(row: Any) -> str:
+    """What is wrong with a row by itself, as a sentence; "" when nothing is."""
+    if not isinstance(row, OpRow):
+        return f"{row!r} is a {type(row).__name__}, expected an adaptc.ops.table.OpRow."
+    if not isinstance(row.name, str) or not re.fullmatch("[a-z][a-z0-9_]*", row.name) or row.name in DECLARATIONS:
+        return f"operator {row.name!r}: a name has small letters, digits and _, and is none of {', '.join(DECLARATIONS)}."
+    return next((f"operator {row.name!r}: {said}" for said in _problems(row) if said), "")
+
+
+def _problems(row: OpRow):
+    last = len(row.operands) - 1
+    if isinstance(row.operands, str):
+        yield f"operands are {row.operands!r}, expected a tuple of names."
+    for i, name in enumerate(row.operands):
+        if not re.fullmatch(r"[A-Za-z]\w*[?*+]?", name) or name[-1] in "?*" and i != last or name[-1] == "+" and i:
+            yield f"operand {name!r}: only the last name may end in ? or *, and the first in +."
+    for name in _FUNCTIONS:
+        function = getattr(row, name)
+        if not callable(function) and not (function is None and name in ("axes", "decompose")):
+            yield f"{name} is {function!r}, expected a function."
+    if row.state is not None and row.state not in range(len(row.operands)):
+        yield f"state is operand {row.state}, but there are {len(row.operands)}."
+    if row.gathers and not all(i in range(len(row.operands)) for i in row.gathers):
+        yield f"gathers {row.gathers}, but there are {len(row.operands)} operands."
+    if unknown := set(row.matrices) - {name.rstrip("?+") for name in row.operands}:
+        yield f"matrices name {sorted(unknown)[0]!r}, which is no operand."
+    if not all(callable(draw) for draw in row.ranges.values()):
+        yield "ranges hold something else than functions of a generator and a shape."
+    if row.factors != "...":
+        left, arrow, right = row.factors.partition("->")
+        terms, tensors = left.split(","), [n for i, n in enumerate(row.operands) if i != row.state]
+        if not arrow or not all(re.fullmatch(r"(\.\.\.)?[a-z]*(\.\.\.)?\*?", t) for t in [*terms, *right.split(",")]):
+            yield f"factors are {row.factors!r}, expected terms such as \"tk,nk->tn\"."
+        elif [t.endswith("*") for t in terms] != [n.endswith("*") for n in tensors]:
+            yield f"factors {row.factors!r} have {len(terms)} terms for the operands {', '.join(tensors)}: one each."
 
 
 def row(name: str) -> OpRow:

@@ -11,7 +11,7 @@ from math import prod
 from adaptc.errors import LegalityError
 from adaptc.ir import dialect
 from adaptc.ir.build import short_name
-from adaptc.ir.lowered import kernel_uses, scratch_of
+from adaptc.ir.lowered import Place, kernel_uses, scratch_of
 from adaptc.ir.module import DIMENSIONS, STEP, Program, callee, joined, source_of, spec_of
 from adaptc.plan import (DTYPE_BYTES, Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart,
                          Symbol)
@@ -117,13 +117,12 @@ class _Emitter:
 
     def _place(self, text: str, spec, frame: int, arguments: list[str], results: list[str]) -> str:
         """The handle of a place as seen from within one function."""
-        for prefix, handles in (("arg", arguments), ("result", results)):
-            if text.startswith(prefix):
-                return handles[int(text[len(prefix) :])]
-        if text.startswith("symbol:"):
-            return self._symbol(text.removeprefix("symbol:"))
-        region, offset = text.split("+")
-        position = int(offset) + (frame if region == "frame" else 0)
+        place = Place.parse(text)
+        if place.memory in ("arg", "result"):
+            return (arguments if place.memory == "arg" else results)[place.at]
+        if place.memory == "symbol":
+            return self._symbol(place.at)
+        position = place.at + (frame if place.memory == "frame" else 0)
         shape = "x".join(map(str, spec.shape)) or "1"
         return self._buffer(f"arena:{position}:{spec.dtype}:{shape}", "arena", spec, offset=position)
 

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from adaptc.artifact_format import TextInfo
 from adaptc.errors import InputError, UnsupportedError
 from adaptc.models import gguf as rules
 
 
 @dataclass(frozen=True)
 class TextBundle:
-    """A model's tokenizer and what goes with it.
+    """A model's tokenizer, and what goes with it into an artifact.
 
     tokenizer_json  for the ``tokenizers`` library; b"" for a model without tokenizer. Its post-processor adds what the
-                    authors' tokenizer adds when special tokens are asked for (``encode(add_special_tokens=True)``)
-    add_bos         whether that includes ``bos_token`` at the start
-    stop_ids        ids that end a generation, sorted
-    special_tokens  content → id of each special token, by id
+                    authors' tokenizer adds when special tokens are asked for (``encode(add_special_tokens=True)``);
+                    ``info.add_bos`` is whether that includes BOS at the start
     """
 
     tokenizer_json: bytes = b""
     chat_template: str | None = None
-    bos_token: str | None = None
-    eos_token: str | None = None
-    add_bos: bool = False
-    stop_ids: tuple[int, ...] = ()
-    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    info: TextInfo = TextInfo()
 
 
 def bundle(tokenizer: Any, stop_ids: Iterable[int | None]) -> TextBundle:
@@ -44,15 +39,13 @@ def bundle(tokenizer: Any, stop_ids: Iterable[int | None]) -> TextBundle:
     stops = {tokenizer.eos_token_id, *stop_ids}
     stops |= {special[token] for token in rules.END_OF_TURN if template and token in template and token in special}
     first = backend.encode("", add_special_tokens=True).ids[:1]
-    return TextBundle(
-        tokenizer_json=text.encode("utf-8"),
-        chat_template=template,
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
+    info = TextInfo(
+        bos_id=special.get(tokenizer.bos_token),
         add_bos=tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
         stop_ids=tuple(sorted(id for id in stops if id is not None)),
-        special_tokens=dict(sorted(special.items(), key=lambda item: item[1])),
+        special_tokens={k: v for k in ("bos_token", "eos_token") if (v := getattr(tokenizer, k)) is not None},
     )
+    return TextBundle(text.encode("utf-8"), template, info)
 
 
 def gguf_bundle(architecture: str, metadata: Mapping[str, Any], name: str) -> TextBundle:

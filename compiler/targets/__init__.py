@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 
-from adaptc.errors import InputError, one_of
+from adaptc.errors import InputError, OptionError, one_of
+from adaptc.packages import TARGETS, Extension, extensions, load
 
 
 NATIVE = "native"
@@ -28,16 +28,6 @@ class MemoryLevel:
 
 
 @dataclass(frozen=True)
-class Link:
-    """A connection between devices: kind of topology it spans, bytes/s and seconds a message."""
-
-    name: str
-    topology: str
-    bandwidth: float
-    latency: float
-
-
-@dataclass(frozen=True)
 class Target:
     """An accelerator.
 
@@ -47,6 +37,7 @@ class Target:
     compute    operations a second of one device by the dtype that is multiplied
     memory     fastest first; the last one holds the weights
     launch_s   seconds a kernel costs beyond its work (launch and barrier)
+    dtypes     that caches and the inputs of linear maps may be kept in
     key_block  cache rows that attention merges at a time, at absolute positions
     """
 
@@ -57,18 +48,19 @@ class Target:
     compute: dict[str, float]
     memory: tuple[MemoryLevel, ...]
     launch_s: float
-    links: tuple[Link, ...]
     dtypes: tuple[str, ...]
     key_block: int
 
     def __post_init__(self):
         figures = {f"compute[{name}]": value for name, value in self.compute.items()}
-        figures |= {f"bandwidth of {part.name}": part.bandwidth for part in (*self.memory, *self.links)}
+        figures |= {f"bandwidth of {part.name}": part.bandwidth for part in self.memory}
         for name, value in {**figures, "key_block": self.key_block}.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         if self.default_level not in self.levels:
             raise ValueError(f"default_level {self.default_level!r} is none of its levels")
+        if lacking := sorted(set(self.compute) - set(self.dtypes)):
+            raise ValueError(f"it computes in {lacking[0]}, which is none of its dtypes")
         if not self.memory:
             raise ValueError("memory must have at least one level, which holds the weights")
 
@@ -79,6 +71,11 @@ class Target:
             raise one_of(f"level of target {self.name}", base, (*self.levels, NATIVE))
         return wanted or self.default_level
 
+    def check_dtype(self, dtype: str, what: str) -> None:
+        """OptionError when the target has no values of ``dtype``, which ``what`` asks for."""
+        if dtype not in self.dtypes:
+            raise OptionError(f"{what} needs {dtype}, and target {self.name} has {', '.join(self.dtypes)} only.")
+
     def rate(self, dtype: str) -> float:
         """Operations a second on ``dtype``; OptionError listing what the target computes in."""
         if dtype not in self.compute:
@@ -88,7 +85,7 @@ class Target:
 
 def _files() -> dict[str, Path]:
     folders = [Path(__file__).parent]
-    folders += [Path(p.load()) for p in sorted(entry_points(group="adaptc.targets"), key=lambda p: p.name)]
+    folders += [_folder(extension) for extension in extensions(TARGETS)]
     found: dict[str, Path] = {}
     for file in (file for folder in folders for file in sorted(folder.glob("*.json"))):
         if file.stem in found:
@@ -96,6 +93,19 @@ def _files() -> dict[str, Path]:
                              hint="Uninstall one of the packages that bring them.")
         found[file.stem] = file
     return found
+
+
+def _folder(extension: Extension) -> Path:
+    folder = load(extension)
+    if not isinstance(folder, (str, Path)) or not Path(folder).is_dir():
+        raise extension.error(f"{extension.value} is {folder!r}, expected a folder of target files.")
+    return Path(folder)
+
+
+def package_of(name: str) -> str | None:
+    """The installed package that brings the target ``name``; None for our own."""
+    folder = _files()[name].parent
+    return next((e.package for e in extensions(TARGETS) if _folder(e) == folder), None)
 
 
 def names() -> list[str]:
@@ -110,7 +120,6 @@ def target(name: str) -> Target:
     try:
         data = json.loads(files[name].read_text())
         data["memory"] = tuple(MemoryLevel(**m) for m in data["memory"])
-        data["links"] = tuple(Link(**link) for link in data["links"])
         for key in ("levels", "dtypes"):
             data[key] = tuple(data[key])
         if data["name"] != name:

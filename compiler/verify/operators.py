@@ -42,7 +42,7 @@ def _equal(rng, shape):
     return np.broadcast_to(rng.standard_normal((*shape[:-1], 1)) if shape else 1.0, shape)
 
 
-RANGES: Mapping[str, Callable] = {
+RANGES: dict[str, Callable] = {
     "normal": _normal,
     "outliers": _outliers,
     "equal": _equal,
@@ -52,7 +52,7 @@ RANGES: Mapping[str, Callable] = {
     "infinite": lambda rng, shape: np.where(rng.random(shape) < 0.2, -np.inf, rng.standard_normal(shape)),
 }
 """Ranges of float operands. "infinite" (masks) only where no element meets another: on elementwise operators whose
-parts don't turn -inf into NaN, and on views."""
+parts don't turn -inf into NaN, and on views. A row may have more: ``OpRow.ranges``."""
 
 
 @dataclass(frozen=True)
@@ -79,24 +79,29 @@ def check(subject: Subject, progress: Callable) -> Level:
         level.left_out.append(f"the backend {subject.plan.backend!r} has no way to call a kernel alone (`library`, "
                               "adaptc.protocol.Launcher)")
         return level
-    caller = Caller(subject)
     found = variants(subject)
-    cases = 0
-    for done, variant in enumerate(found):
-        reason = caller.unable(variant)
-        if reason:
-            level.left_out.append(f"{_name(subject, variant)}: {reason}")
-        else:
-            count, finding = _variant(caller, variant, done)
-            cases += count
-            level.findings += [finding] if finding else []
-        progress("operators", done + 1, len(found))
+    cases, worst = 0, 0.0
+    for number, name in enumerate(subject.levels):
+        caller = Caller(subject, name)
+        for done, variant in enumerate(found):
+            if reason := caller.unable(variant):
+                level.left_out += [f"{_name(subject, variant)}: {reason}"] if name == subject.level else []
+            else:
+                count, finding = _variant(caller, variant, done)
+                cases += count
+                level.findings += [finding] if finding else []
+            progress("operators", number * len(found) + done + 1, len(subject.levels) * len(found))
+        worst = max(worst, caller.worst)
     kernels = {k for v in found for k in v.kernels}
     level.covered.append(
-        f"{len(found)} variants with {len(kernels)} of {len(subject.plan.kernels)} kernels, {cases} calls: rows "
-        f"{', '.join(map(str, ROWS))} and the plan's most; values {', '.join(RANGES)}; 1 and 3 threads"
+        f"{len(found)} variants with {len(kernels)} of {len(subject.plan.kernels)} kernels for "
+        f"{', '.join(subject.levels)}, {cases} calls: rows {', '.join(map(str, ROWS))} and the plan's most; values "
+        f"{', '.join(RANGES)}; 1 and 3 threads"
     )
-    level.figures["worst error over what is allowed"] = caller.worst
+    own = sorted({f"{v.spec.op}: {', '.join(row(v.spec.op).ranges)}" for v in found if row(v.spec.op).ranges})
+    level.covered.append(f"operators {', '.join(sorted({v.spec.op for v in found}))}"
+                         + (f"; ranges of their own for {'; '.join(own)}" if own else ""))
+    level.figures["worst error over what is allowed"] = worst
     return level
 
 
@@ -129,16 +134,17 @@ def _variant(caller: Caller, variant: Variant, seed: int) -> tuple[int, Finding 
         return count, None
     name, module = caller.subject.describe(variant.operators[0])
     others = f"; the same kernels stand at {len(variant.operators)} places" if len(variant.operators) > 1 else ""
-    what = f"kernels {', '.join(variant.kernels)} don't give what the operator means with {worst[3]}{others}"
+    what = (f"kernels {', '.join(variant.kernels)} for {caller.level} don't give what the operator means with "
+            f"{worst[3]}{others}")
     return count, Finding(what, name, module, worst[1], worst[2])
 
 
 class Caller:
     """Makes operands up and calls a variant's kernels."""
 
-    def __init__(self, subject: Subject):
-        self.subject, self.plan = subject, subject.plan
-        self.library = subject.library()
+    def __init__(self, subject: Subject, level: str):
+        self.subject, self.plan, self.level = subject, subject.plan, level
+        self.library = subject.library(level)
         self.most = {s.name: s.max for s in self.plan.symbols}
         self.signatures = {k.symbol: k.signature for k in self.plan.kernels}
         self.worst = 0.0
@@ -173,7 +179,7 @@ class Caller:
         large = self.flops(operator, spec, self.most) > LARGE_FLOPS
         for count in dict.fromkeys((*ROWS, max(self.most.values()))) if dynamic else (1,):
             yield self.case(spec, count, "normal", rng)
-        for name in RANGES:
+        for name in (*RANGES, *operator.ranges):
             if name == "infinite" and not (operator.elementwise or operator.views):
                 continue
             for count in ((3,) if large or not dynamic else (3, max(self.most.values()))):
@@ -200,7 +206,8 @@ class Caller:
         shape = tuple(sizes[d] if isinstance(d, str) else d for d in kind.shape)
         dtype = NUMPY[kind.dtype]
         if kind.dtype in tolerances.UNIT:
-            return np.ascontiguousarray(RANGES[values](rng, shape)).astype(dtype)
+            drawn = (RANGES | operator.ranges)[values](rng, shape)
+            return np.ascontiguousarray(drawn).astype(dtype)
         if kind.dtype == "i1":
             return rng.random(shape) < 0.5
         if kind.dtype in ("i8", "u8"):

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from adaptc import backends, blocks
-from adaptc.errors import ArtifactError, UnsupportedError
+from adaptc import backends, blocks, packages
+from adaptc.errors import OptionError, UnsupportedError
 from adaptc.formats import FORMATS
 from adaptc.ir import dialect
 from adaptc.ir.build import short_name
@@ -36,14 +36,23 @@ class Subject:
     """An artifact and what the oracle reads of it.
 
     Values of weights come from the artifact's packed bytes; ``weights.check`` holds them against the digests of the
-    model's own tensors. ``level`` is the CPU level whose kernels are tried: the one that loading takes.
+    model's own tensors. ``level`` is the one that loading takes; ``levels`` are all whose kernels run here, it first,
+    and ``not_run`` a sentence for each of the others, with what the machine lacks.
     """
 
     def __init__(self, path):
         self.artifact: Artifact = load_artifact(path)
+        packages.require(self.artifact.manifest["provenance"], str(path))
         self.plan = self.artifact.plan
         self.backend = backends.launcher(self.plan.backend)
         self.level = self.backend.choose_level(self.plan)
+        self.levels, self.not_run = [self.level], []
+        for level in self.plan.levels:
+            if level != self.level:
+                try:
+                    self.levels.append(self.backend.choose_level(self.plan, level))
+                except OptionError as error:
+                    self.not_run.append(f"kernels for {level}: not run ({error.message.rstrip('.')})")
         self.codegen = backends.codegen(self.plan.backend)
         if not hasattr(self.codegen, "unpack"):
             raise UnsupportedError(f"the backend {self.plan.backend!r} can't unpack the weights that it packed, so "
@@ -93,22 +102,9 @@ class Subject:
         objects = self.artifact.kernels(self.level)
         return self.backend.load(self.plan, objects, self.artifact.weights, threads=threads, pages=pages)
 
-    def library(self):
+    def library(self, level: str):
         """The kernels of ``level``, to be called one at a time."""
-        return self.backend.library(self.artifact.kernels(self.level))
-
-    def not_run(self) -> list[str]:
-        """A sentence for each of the artifact's levels whose kernels aren't tried here, with the reason."""
-        sentences = []
-        for level in self.plan.levels:
-            if level != self.level:
-                try:
-                    self.backend.choose_level(self.plan, level)
-                    reason = f"loading takes {self.level} on this machine"
-                except ArtifactError as error:
-                    reason = error.message
-                sentences.append(f"kernels for {level}: not run ({reason})")
-        return sentences
+        return self.backend.library(self.artifact.kernels(level))
 
 
 def _places(program: Program, function, arguments: list, path: str):

@@ -252,25 +252,23 @@ class Emitter:
             return self.op(f"llvm.getelementptr {pointer}[{index}] : (!llvm.ptr) -> !llvm.ptr, {unit}", PTR)
         return self.op(f"llvm.getelementptr {pointer}[{index}] : (!llvm.ptr, i64) -> !llvm.ptr, {unit}", PTR)
 
-    def load(self, pointer: Value, type: str, align: int = 0) -> Value:
-        """Reads a scalar or vector; ``align`` in bytes, by default that of one element."""
+    def load(self, pointer: Value, type: str, align: int = 0, mask: Value | None = None) -> Value:
+        """Reads a scalar or vector; ``align`` in bytes, by default that of one element. With a ``mask``, the lanes for
+        which it holds: the others are 0 and their memory is not touched."""
         align = align or _bytes(element(type))
-        return self.op(f"llvm.load {pointer} {{alignment = {align} : i64}} : !llvm.ptr -> {type}", type)
-
-    def store(self, value: Value, pointer: Value, align: int = 0) -> None:
-        align = align or _bytes(element(value.type))
-        self.line(f"llvm.store {value}, {pointer} {{alignment = {align} : i64}} : {value.type}, !llvm.ptr")
-
-    def load_masked(self, pointer: Value, mask: Value, type: str) -> Value:
-        """Reads the lanes whose mask holds; the others are 0 and their memory is not touched."""
-        zero, align = self.const(0, type), _bytes(element(type))
-        return self.op(f"llvm.intr.masked.load {pointer}, {mask}, {zero} {{alignment = {align} : i32}} : "
+        if mask is None:
+            return self.op(f"llvm.load {pointer} {{alignment = {align} : i64}} : !llvm.ptr -> {type}", type)
+        return self.op(f"llvm.intr.masked.load {pointer}, {mask}, {self.const(0, type)} {{alignment = {align} : i32}} : "
                        f"(!llvm.ptr, {mask.type}, {type}) -> {type}", type)
 
-    def store_masked(self, value: Value, pointer: Value, mask: Value) -> None:
-        """Writes the lanes whose mask holds."""
-        self.line(f"llvm.intr.masked.store {value}, {pointer}, {mask} "
-                  f"{{alignment = {_bytes(element(value.type))} : i32}} : {value.type}, {mask.type} into !llvm.ptr")
+    def store(self, value: Value, pointer: Value, align: int = 0, mask: Value | None = None) -> None:
+        """Writes a scalar or vector; with a ``mask``, the lanes for which it holds."""
+        align = align or _bytes(element(value.type))
+        if mask is None:
+            self.line(f"llvm.store {value}, {pointer} {{alignment = {align} : i64}} : {value.type}, !llvm.ptr")
+        else:
+            self.line(f"llvm.intr.masked.store {value}, {pointer}, {mask} {{alignment = {align} : i32}} : "
+                      f"{value.type}, {mask.type} into !llvm.ptr")
 
     def mask(self, count: Value, width: int = 0) -> Value:
         """Vector of i1, by default of the level's lanes: the first ``count`` (i64) lanes hold."""

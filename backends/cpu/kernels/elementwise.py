@@ -240,13 +240,13 @@ def emit(params: Mapping[str, Any], symbol: str, level: Level) -> str:
             for value, start, (dtype, _) in zip(fixed, starts, operands):
                 if value is None:
                     place, kind = e.at(start, column, STORED[dtype]), vec(e.lanes, STORED[dtype])
-                    raw = e.load(place, kind) if mask is None else e.load_masked(place, mask, kind)
+                    raw = e.load(place, kind, mask=mask)
                     value = widen(e, raw, dtype)
                 values.append(value)
             values = run_body(e, body, values, kinds)
             for index, start, dtype in zip(params["yields"], starts[len(operands) :], results):
                 raw, place = narrow(e, values[index], dtype), e.at(start, column, STORED[dtype])
-                e.store(raw, place) if mask is None else e.store_masked(raw, place, mask)
+                e.store(raw, place, mask=mask)
 
         first = e.mul(piece, PIECE)
         last = e.min(e.add(first, PIECE), columns)

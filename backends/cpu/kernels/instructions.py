@@ -1,8 +1,9 @@
 """Instructions that only some CPUs have: one table of them by feature, and what stands in for each elsewhere.
 
 An operation is emitted by ``Emitter.do(name, …)``. The first row of ``TABLE[name]`` whose feature the level has and
-whose lanes are the operands' is taken; without one, the ``FALLBACKS`` say the same in plain vector operations. Only
-this table names intrinsics of a machine, so a kernel's text for a level without rows holds none.
+whose lanes are those of the level's registers is taken, and operands must fill whole registers (any shape, where the
+lanes are ``ANY``); without one, the ``FALLBACKS`` say the same in plain vector operations. Only this table names
+intrinsics of a machine, so a kernel's text for a level without rows holds none.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Row:
 
 
 def find(level: Level, name: str, width: int) -> Emit | None:
-    """How ``level`` does an operation on ``width`` lanes by an instruction of its own; None without one."""
+    """How ``level`` does an operation on registers of ``width`` lanes by an instruction of its own; None without one."""
     for row in TABLE[name]:
         if level.has(row.feature) and row.lanes in (ANY, width):
             return row.emit

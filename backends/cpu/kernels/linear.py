@@ -55,11 +55,7 @@ def store_rows(e: Emitter, out: Value, n: int, row: Value, unit: Value, values: 
     here = e.at(e.at(out, e.mul(row, n), "f32"), column, "f32")
     inside = e.mask(e.sub(n, column)) if n % e.lanes else None
     for i, value in enumerate(values):
-        at = e.at(here, i * n, "f32")
-        if inside is None:
-            e.store(value, at)
-        else:
-            e.store_masked(value, at, inside)
+        e.store(value, e.at(here, i * n, "f32"), mask=inside)
 
 
 def _emit_linears(params: Mapping[str, Any], symbol: str, level: Level) -> str:
@@ -99,7 +95,7 @@ def bias_of(e: Emitter, bias: Value | None, n: int, unit: Value) -> Value | None
         return None
     column = e.mul(unit, e.lanes)
     here = e.at(bias, column, "f32")
-    return e.load_masked(here, e.mask(e.sub(n, column)), e.floats) if n % e.lanes else e.load(here, e.floats)
+    return e.load(here, e.floats, mask=e.mask(e.sub(n, column)) if n % e.lanes else None)
 
 
 def _emit_gated(params: Mapping[str, Any], symbol: str, level: Level) -> str:

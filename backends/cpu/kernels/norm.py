@@ -26,11 +26,11 @@ def _emit(params: Mapping[str, Any], symbol: str, level: Level, residual: bool) 
 
     def read(pointer: Value, column: Value | int, mask: Value | None) -> Value:
         place = e.at(pointer, column, "f32")
-        return e.load(place, e.floats) if mask is None else e.load_masked(place, mask, e.floats)
+        return e.load(place, e.floats, mask=mask)
 
     def write(value: Value, pointer: Value, column: Value | int, mask: Value | None) -> None:
         place = e.at(pointer, column, "f32")
-        e.store(value, place) if mask is None else e.store_masked(value, place, mask)
+        e.store(value, place, mask=mask)
 
     low, high = e.share(product(e, lead))
     with e.loop(low, high) as row:
@@ -77,7 +77,7 @@ def _emit_layer_norm(params: Mapping[str, Any], symbol: str, level: Level) -> st
 
     def read(pointer: Value, column: Value | int, mask: Value | None) -> Value:
         place = e.at(pointer, column, "f32")
-        return e.load(place, e.floats) if mask is None else e.load_masked(place, mask, e.floats)
+        return e.load(place, e.floats, mask=mask)
 
     low, high = e.share(product(e, lead))
     with e.loop(low, high) as row:
@@ -104,7 +104,7 @@ def _emit_layer_norm(params: Mapping[str, Any], symbol: str, level: Level) -> st
             value = e.mul(e.mul(e.sub(read(here, column, mask), middle), scale), read(weight, column, mask))
             value = e.add(value, read(bias, column, mask)) if with_bias else value
             place = e.at(there, column, "f32")
-            e.store(value, place) if mask is None else e.store_masked(value, place, mask)
+            e.store(value, place, mask=mask)
 
         with e.loop(0, whole, e.lanes) as column:
             write(column.index)

@@ -58,7 +58,7 @@ def emit_reduce(params: Mapping[str, Any], symbol: str, level: Level) -> str:
             with e.loop(0, whole, e.lanes, [start]) as column:
                 column.end(combine(e, column.args[0], e.load(e.at(base, column.index, dtype), wide)))
             mask = e.mask(e.sub(count, whole))
-            last = e.select(mask, e.load_masked(e.at(base, whole, dtype), mask, wide), start)
+            last = e.select(mask, e.load(e.at(base, whole, dtype), wide, mask=mask), start)
             total = e.reduce(lambda a, b: combine(e, a, b), combine(e, column.results[0], last))
         else:
             with e.loop(0, count, init=[e.const(starts[dtype], dtype)]) as part:
@@ -114,7 +114,7 @@ def emit_dot(params: Mapping[str, Any], symbol: str, level: Level) -> str:
                 a, b = (e.load(e.at(r, k.index, "f32"), wide) for r in rows)
                 k.end(e.fma(a, b, k.args[0]))
             mask = e.mask(e.sub(length, whole))
-            a, b = (e.load_masked(e.at(r, whole, "f32"), mask, wide) for r in rows)
+            a, b = (e.load(e.at(r, whole, "f32"), wide, mask=mask) for r in rows)
             total = e.reduce(e.add, e.fma(a, b, k.results[0]))
         else:
             with e.loop(0, length, init=[e.const(0.0, "f32")]) as k:

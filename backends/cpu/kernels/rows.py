@@ -27,7 +27,7 @@ def emit_rope(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         starts = [e.at(p, o, "f32") for p, o in ((x, row), (cosines, angle), (sines, angle), (out, row))]
 
         def read(place: Value, mask: Value | None) -> Value:
-            return e.load(place, e.floats) if mask is None else e.load_masked(place, mask, e.floats)
+            return e.load(place, e.floats, mask=mask)
 
         def piece(column: Value | int, mask: Value | None = None) -> None:
             places = [e.at(p, column, "f32") for p in starts]
@@ -35,7 +35,7 @@ def emit_rope(params: Mapping[str, Any], symbol: str, level: Level) -> str:
             (a, b), (cos_a, cos_b), (sin_a, sin_b) = ([read(p, mask) for p in pair] for pair in both[:3])
             turned = e.fma(a, cos_a, e.neg(e.mul(b, sin_a))), e.fma(b, cos_b, e.mul(a, sin_b))
             for value, place in zip(turned, both[3]):
-                e.store(value, place) if mask is None else e.store_masked(value, place, mask)
+                e.store(value, place, mask=mask)
 
         with e.loop(0, whole, e.lanes) as column:
             piece(column.index)

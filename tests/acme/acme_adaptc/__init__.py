@@ -2,4 +2,5 @@
 
 from pathlib import Path
 
+PROTOCOL = 1
 TARGETS = Path(__file__).parent
