@@ -180,7 +180,8 @@ def check(path: Path, model, seed: int, **options: Any):
     report = families.compile_family(path, path.with_suffix(".adapt"), **options)
     assert not report.conversion_errors and not [row.op for row in report.coverage if row.status == "missing"]
     tokens = families.tokens_of(families.PROMPT + families.STEPS, seed)
-    result = families.compare(path.with_suffix(".adapt"), tokens, *families.forward(model, tokens), threads=1 + seed % 2)
+    expected = families.forward(model, tokens)
+    result = families.compare(path.with_suffix(".adapt"), tokens, *expected, threads=1 + seed % 2)
     assert result.same, "the same sequence, cut otherwise, gives other bits"
     assert result.worst <= families.TOLERANCE
     assert result.near <= 0.05, "too many tokens with a near-tie in a router"
@@ -241,8 +242,8 @@ PACKED = {
 NOTES = {
     "halves differ": ("'blk.0.ffn_gate_up_exps.weight', 'blk.1.ffn_gate_up_exps.weight': made of q4_0 and q8_0; read "
                       "as f32, which holds every value.",),
-    "without a kernel": ("'blk.0.ffn_down_exps.weight', 'blk.1.ffn_down_exps.weight' and 2 more: stored as mxfp4, which "
-                         "no kernel reads; read as bf16, which holds every value.",),
+    "without a kernel": ("'blk.0.ffn_down_exps.weight', 'blk.1.ffn_down_exps.weight' and 2 more: stored as mxfp4, "
+                         "which no kernel reads; read as bf16, which holds every value.",),
 }
 
 

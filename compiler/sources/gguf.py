@@ -79,10 +79,12 @@ class GgufSource(Source):
         stem, _, suffix = known.rpartition(".")
         name = self._tensor_names.get_name(stem)
         heads = next((key for pattern, key in self._rules.heads.items() if re.search(pattern, parameter)), None)
-        turned = self._rules.transposed and re.search(self._rules.transposed, parameter)
+        moved = ("rope_halves", getattr(self.config, heads)) if heads else None
+        if self._rules.transposed and re.search(self._rules.transposed, parameter):
+            moved = (TRANSPOSE, 0)
         return Binding(
             tensor=f"{name}.{suffix}" if name else known,
-            row_permutation=("rope_halves", getattr(self.config, heads)) if heads else (TRANSPOSE, 0) if turned else None,
+            row_permutation=moved,
             add=next((add for pattern, add in self._rules.offsets.items() if re.search(pattern, parameter)), 0.0),
         )
 
