@@ -3,8 +3,9 @@
 Codes of a weight ``[..., K]`` in a format F (``adaptc.formats``) are a dict of numpy arrays:
 
 - float formats: ``codes`` f32, f16, or the bits of bf16 as uint16, of the weight's shape;
-- integer formats: ``codes`` int8 or uint8, one code a byte, before the zero is subtracted; ``scale0`` (innermost
-  level) and with two levels ``scale1``, of shape [..., K/group] and [..., K/superblock]; ``min0``, ``min1`` likewise.
+- integer formats: ``codes`` int8 or uint8, one code a byte, before the zero is subtracted or the code is looked up
+  in the format's values; ``scale0`` (innermost level) and with two levels ``scale1``, of shape [..., K/group] and
+  [..., K/superblock]; ``min0``, ``min1`` likewise.
 
 Nothing is lost on the way to codes, and ``dequantize`` gives the bits that the ``gguf`` package gives. Block layouts
 are those of ggml-common.h and ggml-quants.c (https://github.com/ggml-org/ggml).
@@ -114,6 +115,7 @@ _BLOCKS: dict[str, _Block] = {
     "q4_k": _block(_q4_k, _D, _M, ("s", "u1", 12), ("q", "u1", 128)),
     "q5_k": _block(_q5_k, _D, _M, ("s", "u1", 12), ("h", "u1", 32), ("q", "u1", 128)),
     "q6_k": _block(_q6_k, ("q", "u1", 128), ("h", "u1", 64), ("s", "i1", 16), _D),
+    "mxfp4": _block(_q4(("scale0",)), ("d", "u1"), ("q", "u1", 16)),
 }
 
 
@@ -156,7 +158,7 @@ def dequantize(format: WeightFormat, codes: Mapping[str, np.ndarray]) -> np.ndar
         if format.codes == "bf16":
             return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return stored.astype(np.float32)
-    values = stored.astype(np.float32)
+    values = np.array(format.values, np.float32)[stored] if format.values else stored.astype(np.float32)
     if format.zero:
         values -= np.float32(format.zero)
     grouped = values.reshape(*stored.shape[:-1], -1, format.group)
@@ -170,11 +172,26 @@ def dequantize(format: WeightFormat, codes: Mapping[str, np.ndarray]) -> np.ndar
 
 def level(format: WeightFormat, codes: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """Each group's effective ``name`` ("scale" or "min"), its levels multiplied in float32: [..., K/group]."""
-    inner = codes[f"{name}0"].astype(np.float32)
+    stored = codes[f"{name}0"]
+    inner = _half_powers(stored) if format.scale[0] == "e8m0" else stored.astype(np.float32)
     if f"{name}1" not in codes:
         return inner
     outer = codes[f"{name}1"].astype(np.float32)
     return inner * np.repeat(outer, format.superblock // format.group, axis=-1)
+
+
+def _half_powers(exponents: np.ndarray) -> np.ndarray:
+    """2^(e - 128), float32, of E8M0 exponents uint8: GGML's reading, which gives 255 no meaning of its own."""
+    small = np.uint32(1 << 21) << exponents.astype(np.uint32)  # 2^-128 and 2^-127 are denormal
+    normal = (exponents.astype(np.uint32) - np.uint32(1)) << np.uint32(23)
+    return np.where(exponents < 2, small, normal).view(np.float32)
+
+
+def expand(format: WeightFormat, values: np.ndarray) -> Codes:
+    """Codes of float32 ``values`` in a float format that holds each of them exactly; infinity and NaN stay."""
+    if format.codes == "bf16":
+        return {"codes": (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)}
+    return {"codes": values.astype(FLOAT_DTYPES[format.codes], copy=False)}
 
 
 def is_finite(format: WeightFormat, codes: Mapping[str, np.ndarray]) -> bool:

@@ -41,7 +41,8 @@ COVERAGE_TOKENS = 1
 @dataclass
 class CompileReport:
     """What a compile did. ``seconds`` by stage; ``conversion_errors`` relative RMS error by tensor whose format was
-    changed; ``format_notes`` why a weight hasn't the chosen format; ``clones`` why a body stands more than once."""
+    changed; ``format_notes`` why a weight hasn't the chosen format; ``left_out`` which tensors of the files nothing
+    reads, and why; ``clones`` why a body stands more than once."""
 
     output: str
     model: str
@@ -55,6 +56,7 @@ class CompileReport:
     bodies: dict[str, int] = field(default_factory=dict)
     clones: tuple[str, ...] = ()
     format_notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     conversion_errors: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
         plan, kernels = setup.plan(programs["lowered"])
     with report.timed("kernels"):
         objects = setup.compile(kernels, workers or len(os.sched_getaffinity(0)), partial(progress, "kernels"))
-    _describe(report, setup, programs["lowered"], plan)
+    _describe(report, source, setup, programs["lowered"], plan)
     with report.timed("weights"):
         provenance = _versions() | _packages(setup, captured, programs["laid_out"], kernels)
         contents = _contents(source, setup, plan, captured, programs, objects, golden_bytes, provenance, report, progress)
@@ -347,10 +349,8 @@ def _check_given(given: "Program", captured: "Program", path: str | os.PathLike)
 
 def _tensor_read(weight) -> tuple:
     """The form in which a weight reads its tensor, but for an exchange of the last two axes, which a pass chooses."""
-    from adaptc.sources.binding import TRANSPOSE
-
     shape = weight.spec.shape
-    if weight.rows[:1] == (TRANSPOSE,):
+    if weight.transposed:
         return weight.tensor, (), weight.stored, (*shape[:-2], shape[-1], shape[-2])
     return weight.tensor, weight.rows, weight.stored, shape
 
@@ -415,7 +415,7 @@ def _profile(setup: _Setup, lowered: "Program", plan: "Plan") -> "list[ProfileRo
             for row in profile(lowered, setup.target, packed, tokens=tokens, context=context)]
 
 
-def _describe(report: CompileReport, setup: _Setup, lowered: "Program", plan: "Plan") -> None:
+def _describe(report: CompileReport, source, setup: _Setup, lowered: "Program", plan: "Plan") -> None:
     from adaptc.planner.coverage import coverage
 
     report.profile = _profile(setup, lowered, plan)
@@ -423,7 +423,8 @@ def _describe(report: CompileReport, setup: _Setup, lowered: "Program", plan: "P
     report.memory = _memory(plan)
     report.bodies = _bodies(lowered)
     report.clones = lowered.fact("clones", ())
-    report.format_notes = lowered.fact("format_notes", ())
+    report.format_notes = (*source.format_notes(), *lowered.fact("format_notes", ()))
+    report.left_out = lowered.fact("left_out", ())
 
 
 def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs, objects, goldens,

@@ -19,6 +19,7 @@ class WeightFormat:
 
     codes       f32 | f16 | bf16 (float codes, no groups) | i8 | u4 | u5 | u6
     zero        subtracted from the integer code
+    values      what each integer code stands for, where that isn't the integer itself
     group       columns that share one scale; 0 for float codes
     scale       dtypes of the scale's levels, innermost first: ("f16",) or ("u6", "f16") = 6-bit × f16
     minimum     dtypes of the minimum's levels, same convention; () = none
@@ -34,6 +35,7 @@ class WeightFormat:
     minimum: tuple[str, ...] = ()
     min_sign: int = 1
     superblock: int = 0
+    values: tuple[int, ...] = ()
 
     @property
     def is_float(self) -> bool:
@@ -66,6 +68,17 @@ FORMATS: dict[str, WeightFormat] = dict(
     )
 )
 """Every format adaptc can keep bit for bit, by the name used in reports and in the IR."""
+
+_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+EXPANDED: dict[str, WeightFormat] = dict(
+    (_f("mxfp4", "u4", group=32, scale=("e8m0",), superblock=32, values=_E2M1_DOUBLED),)
+)
+"""Formats of files that no kernel reads: their tensors are held in the format that ``HELD_AS`` says, which has room for
+every value. ``e8m0`` is half the power of two that it is elsewhere, as GGML doubles the values instead."""
+
+HELD_AS: dict[str, str] = {"mxfp4": "bf16"}
+"""Three bits of a value's significand and eight of a scale's exponent are within bf16's eight and eight."""
 
 CHOICES: dict[str, str] = {"f32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_1"}
 """``--weights`` value → format that weights are converted to (``auto`` keeps each tensor's own)."""

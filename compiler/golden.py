@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adaptc.errors import InputError, OptionError, OutputError, RequestError
+from adaptc.errors import InputError, OptionError, OutputError, RequestError, UnsupportedError
 
 TOP = 64
 PROBES = 192
@@ -111,14 +111,21 @@ def read(path: str | Path, source=None) -> bytes:
 
 
 def authors_model(source):
-    """transformers' own module with its own reading of the files, and its tokenizer: nothing of ours in between."""
+    """transformers' own module with its own reading of the files, and its tokenizer: nothing of ours in between.
+    UnsupportedError when transformers can't read the files."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    hint = "Take the Hugging Face folder of the model as the reference." if source.kind == "gguf" else ""
+    if source.unread:
+        raise UnsupportedError(f"transformers can't read {source.name} by itself: {source.unread}.", hint=hint)
     path = source.files()[0]
     where = {"gguf_file": path.name} if source.kind == "gguf" else {}
-    module = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where).eval()
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+    except Exception as error:  # errors of transformers share no narrower class
+        raise UnsupportedError(f"transformers can't read {source.name} by itself: {error}.", hint=hint) from error
     return module, lambda text: tokenizer(text).input_ids
 
 

@@ -15,9 +15,10 @@ RULE = "transpose"
 
 @dataclass(frozen=True)
 class BindTransposes:
-    """transpose(w) → the weight "w.T", for a transpose of the last two axes of a weight that is stored as it is.
+    """transpose(w) → the weight "w.T", for a transpose of the last two axes of a weight that is stored as it is, or
+    transposed: then "w.T" is the file's tensor as it is.
 
-    Declined: other permutations, and weights that are read by a rule already.
+    Declined: other permutations, and weights that are read by another rule already.
     """
 
     name: ClassVar[str] = "bind_transposes"
@@ -41,9 +42,9 @@ def _bind(program: Program, weights: dict[str, Weight], b, node: Node):
     weight = weights.get(source.op.attributes["symbol"].value) if source and source.name == "get" else None
     rank = len(spec(node.operands[0]).shape)
     swapped = (*range(rank - 2), rank - 1, rank - 2)
-    if weight is None or weight.rows or node.attrs["perm"] != swapped:
+    if weight is None or weight.rows not in ((), (RULE, 0)) or node.attrs["perm"] != swapped:
         return None
     result = spec(node.results[0])
     name = f"{weight.name}.T"
-    program.declare(Weight(name, result, weight.tensor, (RULE, 0), weight.stored))
+    program.declare(Weight(name, result, weight.tensor, () if weight.rows else (RULE, 0), weight.stored))
     return b.raw("adaptc.get", [], [node.results[0].type], {"symbol": name}).results[0]

@@ -47,6 +47,8 @@ def storage_format(weight: Weight, choice: str) -> tuple[WeightFormat | None, st
     float32, which is nothing beside the matrices and keeps norms exact."""
     shape = weight.spec.shape
     wanted = FORMATS[weight.stored if choice == "auto" else CHOICES[choice]]
+    if choice == "auto" and weight.transposed and not wanted.is_float:
+        return FORMATS["f32"], f"its columns are the file's rows, along which the groups of {wanted.name} lie"
     block = wanted.superblock
     if block and shape[-1] % block:
         return FORMATS["f32"], f"its {shape[-1]} columns don't divide into blocks of {block}, as {wanted.name} needs"

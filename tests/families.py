@@ -136,11 +136,18 @@ def persistent_buffers(model):
 
 
 def reference(folder: Path, tokens) -> tuple[np.ndarray, np.ndarray]:
-    """(logits f32[T, V] of the authors' own forward, smallest margin of a router's choice at each token)."""
+    """``forward`` of a model directory."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return forward(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokens)
+
+
+def forward(model, tokens) -> tuple[np.ndarray, np.ndarray]:
+    """(logits f32[T, V] of the authors' own forward, smallest margin of a router's choice at each token)."""
+    import torch
+
+    model.eval()
     margins = np.full(len(tokens), np.inf)
     original = torch.topk
 
@@ -175,10 +182,14 @@ class Result:
 
 def check(folder: Path, artifact: Path, seed: int = 0, threads: int = 1) -> Result:
     """Prefill and single-token steps of one sequence against the authors' forward."""
+    tokens = tokens_of(PROMPT + STEPS, seed)
+    return compare(artifact, tokens, *reference(folder, tokens), threads=threads)
+
+
+def compare(artifact: Path, tokens, expected: np.ndarray, margins: np.ndarray, threads: int = 1) -> Result:
+    """``tokens`` scored by the artifact in three ways, against ``expected`` logits."""
     import adaptc
 
-    tokens = tokens_of(PROMPT + STEPS, seed)
-    expected, margins = reference(folder, tokens)
     with adaptc.load(artifact, threads=threads) as session:
         whole = session.score(tokens)
         steps = session.score(tokens, chunk=1)

@@ -10,7 +10,7 @@ from gguf.quants import quantize as gguf_quantize
 
 from adaptc import blocks
 from adaptc.errors import InputError, UnsupportedError
-from adaptc.formats import FORMATS
+from adaptc.formats import EXPANDED, FORMATS, HELD_AS
 
 INTEGER = [name for name, format in FORMATS.items() if not format.is_float]
 F16_FIELDS = {  # byte offsets of the f16 levels within a block (ggml-common.h)
@@ -44,6 +44,22 @@ def test_integer_formats_match_gguf_bit_for_bit(name):
     got = blocks.dequantize(FORMATS[name], codes)
     assert got.dtype == np.float32 and got.shape == (24, 1024)
     np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expanded_formats_match_gguf_and_fit_what_holds_them(name):
+    """Every byte at every place of a block, so every exponent; but for overflow, no value is rounded."""
+    block, size = gguf.GGML_QUANT_SIZES[qtype(name)]
+    raw = (np.arange(256)[:, None] + np.arange(size)).astype(np.uint8)
+    codes = blocks.unblock(EXPANDED[name], raw, (256, block))
+    with np.errstate(over="ignore"):
+        expected = gguf_dequantize(raw, qtype(name))
+    got = blocks.dequantize(EXPANDED[name], codes)
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+    held = FORMATS[HELD_AS[name]]
+    kept = blocks.dequantize(held, blocks.expand(held, got))
+    np.testing.assert_array_equal(kept.view(np.uint32), expected.view(np.uint32))
+    assert np.isinf(kept).any() and not blocks.is_finite(held, blocks.expand(held, got))
 
 
 @pytest.mark.parametrize("name", INTEGER)

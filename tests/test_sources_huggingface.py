@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 
+import families
 import numpy as np
 import pytest
 import tiny_gguf
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from adaptc import blocks
 from adaptc.errors import AdaptcError, InputError, UnsupportedError
+from adaptc.report import compile_text
 from adaptc.sources import Binding, open_source
 
 torch.set_num_threads(1)
@@ -221,3 +224,20 @@ def test_a_hub_that_cannot_be_reached(tmp_path):
     environment = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     printed = open_in_process("org/tiny", **environment)
     assert "the hub can't be reached" in printed and "pass the folder" in printed
+
+
+def test_tensors_that_the_class_leaves_out_are_named_with_its_reason(tmp_path):
+    """DeepSeek-V3's checkpoints hold a layer that guesses further tokens, in a place that its class lists."""
+    folder = families.write(tmp_path / "model", "deepseek_v3")
+    tensors = load_file(folder / "model.safetensors")
+    extra = {name.replace(".layers.2.", ".layers.61."): value.clone() for name, value in tensors.items()
+             if ".layers.2." in name}
+    save_file(tensors | extra, folder / "model.safetensors")
+    report = families.compile_family(folder, tmp_path / "a.adapt")
+    (note,) = report.left_out
+    assert re.fullmatch(r"'model\.layers\.61\..*' and \d+ more: the model's class leaves out what matches "
+                        r"'model\\\\\.layers\\\\\.61\.\*'\.", note), note
+    assert f"Tensors left out\n  {note}" in compile_text(report)
+    save_file(tensors | {"model.layers.62.enorm.weight": torch.zeros(64)}, folder / "model.safetensors")
+    with pytest.raises(InputError, match="no use for 'model.layers.62.enorm.weight'"):
+        families.compile_family(folder, tmp_path / "b.adapt")

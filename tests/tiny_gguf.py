@@ -77,9 +77,9 @@ def write(
     writer = gguf.GGUFWriter(path, named or architecture)
     for key, value in {**METADATA[architecture], **metadata}.items():
         if value is not None:
-            _add(writer, f"{named or architecture}.{key}", value)
+            add(writer, f"{named or architecture}.{key}", value)
     for key, value in raw_metadata.items():
-        _add(writer, key, value)
+        add(writer, key, value)
     matrices = 0
     for name, shape in shapes(architecture).items():
         if name in tensors:
@@ -100,7 +100,8 @@ def write(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """A metadata key, in the type of its value."""
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     adders.get(type(value), writer.add_array)(key, value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -25,8 +25,11 @@ def capture(source: Any) -> Program:
     """
     with source.account_config() as reads:
         module = source.module() or build.build(source.config, source.trust_remote_code)
-        program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied))
+        ignored = sorted(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
+        program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied, ignored))
     reads.check()
+    if left_out := source.left_out([*build.stored_shapes(module), *build.tied(module)], ignored):
+        program.set_fact("left_out", left_out)
     return program
 
 
@@ -62,8 +65,9 @@ def _context(config: Any) -> int:
     return int(most * rope.get("factor", 1)) if stretched else most
 
 
-def _stored(source: Any, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> dict[str, Stored]:
-    bindings = source.bind(shapes, tied)
+def _stored(source: Any, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str],
+            ignored: Sequence[str]) -> dict[str, Stored]:
+    bindings = source.bind(shapes, tied, ignored)
     return {
         name: Stored(name, b.tensor, tuple(b.row_permutation or ()), float(b.add), source.tensors[b.tensor].format.name)
         for name, b in bindings.items()

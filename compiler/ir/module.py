@@ -48,6 +48,11 @@ class Weight:
     tile: str = ""
     """The order a backend packs it in, from the laid-out stage on."""
 
+    @property
+    def transposed(self) -> bool:
+        """Whether the last two axes are exchanged in the file."""
+        return self.rows[:1] == ("transpose",)
+
 
 @dataclass(frozen=True)
 class StateSlot:

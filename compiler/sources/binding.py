@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,11 +51,13 @@ def bind(
     supplier: Callable[[str], Binding],
     parameters: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
+    ignored: Sequence[str] = (),
 ) -> dict[str, Binding]:
     """Bindings of all ``parameters`` (name → shape). ``tied`` maps a parameter to the one whose storage it shares.
 
-    ``supplier`` says which tensor a parameter comes from, whether or not the file has it. InputError naming missing
-    parameters, wrong shapes, tied parameters that the file stores twice and differently, and unused tensors.
+    ``supplier`` says which tensor a parameter comes from, whether or not the file has it. ``ignored`` are regular
+    expressions of tensors that the model's class leaves out. InputError naming missing parameters, wrong shapes, tied
+    parameters that the file stores twice and differently, and unused tensors.
     """
     groups: dict[str, list[str]] = {}
     for name in [*parameters, *tied]:
@@ -78,14 +81,26 @@ def bind(
             consumed[binding.tensor] = name
         bindings.update(dict.fromkeys(names, next(iter(present.values()))))
     if missing:
-        raise InputError(f"the model's files have no tensor for {_listed(missing)}.",
+        raise InputError(f"the model's files have no tensor for {listed(missing)}.",
                          hint="Is a file missing, or is the model of another architecture than it says?")
     _check_shapes(tensors, bindings, parameters)
-    unused = [name for name in tensors if name not in consumed and not waivers.reason(waivers.TENSORS, name)]
-    if unused:
-        raise InputError(f"the model has no use for {_listed(unused)}, which its files hold.",
+    needed = [name for name, why in unused(tensors, supplier, (*parameters, *tied), ignored).items() if not why]
+    if needed:
+        raise InputError(f"the model has no use for {listed(needed)}, which its files hold.",
                          hint="A model compiled without these tensors would not be the authors' model.")
     return {name: bindings[name] for name in parameters}
+
+
+def unused(tensors: Iterable[str], supplier: Callable[[str], Binding], parameters: Iterable[str],
+           ignored: Sequence[str] = ()) -> dict[str, str]:
+    """The tensors that supply no parameter, and why each may be left out ("" where nothing says so)."""
+    used = {supplier(name).tensor for name in parameters}
+    found = {}
+    for name in (name for name in tensors if name not in used):
+        pattern = next((pattern for pattern in ignored if re.search(pattern, name)), None)
+        own = f"the model's class leaves out what matches {pattern!r}" if pattern else ""
+        found[name] = waivers.reason(waivers.TENSORS, name) or own
+    return found
 
 
 def _check_equal(tensors: Mapping[str, SourceTensor], present: Mapping[str, Binding]) -> None:
@@ -106,15 +121,18 @@ def _check_shapes(
 ) -> None:
     for name, shape in parameters.items():
         tensor = tensors[bindings[name].tensor]
-        if tuple(shape) != tensor.shape:
+        *lead, n, k = (1, 1, *shape) if len(shape) < 2 else shape
+        wanted = (*lead, k, n) if bindings[name].transposed else tuple(shape)
+        if wanted != tensor.shape:
+            how = ", which is stored transposed" if bindings[name].transposed else ""
             raise InputError(
-                f"the parameter {name!r} has the shape {tuple(shape)}, but the tensor {tensor.name!r} in {tensor.file} "
-                f"has {tensor.shape}.",
+                f"the parameter {name!r} has the shape {tuple(shape)}{how}, but the tensor {tensor.name!r} in "
+                f"{tensor.file} has {tensor.shape}.",
                 hint="The configuration and the tensors don't belong together.",
             )
 
 
-def _listed(names: Iterable[str], most: int = 5) -> str:
+def listed(names: Iterable[str], most: int = 5) -> str:
     """'a', 'b' and 3 more."""
     names = list(names)
     shown = ", ".join(map(repr, names[:most]))

@@ -1,8 +1,9 @@
-"""Checkpoints whose tensors aren't the module's parameters one by one: experts in a tensor each, older names.
+"""Files whose tensors aren't the module's parameters one by one: experts in a tensor each, halves apart, older names.
 
-Which stored tensors make which parameter is transformers' own table (``transformers.conversion_mapping``), read here
-and never retyped. Its operations move elements and compute nothing; they run on meta tensors to say a shape, and on
-the stored elements only when a parameter is loaded.
+Which tensors of a Hugging Face folder make which parameter is transformers' own table
+(``transformers.conversion_mapping``), read here and never retyped. Its operations move elements and compute nothing;
+they run on meta tensors to say a shape, and on the stored elements only when a parameter is loaded. What GGUF files
+keep apart is joined by rows, which moves packed codes as they are.
 """
 
 from __future__ import annotations
@@ -20,22 +21,18 @@ from adaptc.errors import InputError, UnsupportedError
 from adaptc.formats import FORMATS, WeightFormat
 from adaptc.sources.tensor import SourceTensor
 
-_MOVED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
-"""Float format → the numpy dtype that its elements move as."""
-
-
 @dataclass(frozen=True)
 class ConvertedTensor:
     """A parameter made of several stored tensors, or of a part of one. As ``SourceTensor``; the elements keep their
-    stored format where all parts share one, else they are float32."""
+    stored format where all parts share one that ``move`` can be done to, else they are float32."""
 
     name: str
     shape: tuple[int, ...]
     stored: WeightFormat
     file: str
     parts: tuple[SourceTensor, ...]
-    move: Callable[[tuple], Any]
-    """Torch tensors of the parts → the parameter's."""
+    move: Callable[[tuple[np.ndarray, ...]], np.ndarray]
+    """Elements of the parts → the parameter's. In formats with groups it is done to each array of codes."""
 
     @property
     def format(self) -> WeightFormat:
@@ -43,8 +40,9 @@ class ConvertedTensor:
 
     def codes(self) -> blocks.Codes:
         """Unpacked codes in ``format`` (see ``adaptc.blocks``)."""
-        kept = _moved(self.parts, self.stored, self.move)
-        return {"codes": kept} if self.format == self.stored else {"codes": blocks.dequantize(self.stored, {"codes": kept})}
+        parts = [_elements(part, self.stored) for part in self.parts]
+        moved = {name: self.move(tuple(part[name] for part in parts)) for name in parts[0]}
+        return moved if self.format == self.stored else {"codes": blocks.dequantize(self.stored, moved)}
 
     def values(self) -> np.ndarray:
         """float32 values."""
@@ -53,7 +51,16 @@ class ConvertedTensor:
     @cached_property
     def raw(self) -> np.ndarray:
         """The elements' bytes."""
-        return np.ascontiguousarray(self.codes()["codes"]).view(np.uint8).reshape(-1)
+        parts = self.codes().values()
+        return np.concatenate([np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in parts])
+
+    @property
+    def note(self) -> str:
+        """As ``SourceTensor.note``, of the parts together."""
+        formats = {part.format.name for part in self.parts}
+        if len(formats) > 1:
+            return f"made of {' and '.join(sorted(formats))}; read as {self.stored.name}, which holds every value"
+        return next((part.note for part in self.parts if part.note), "")
 
     def check_finite(self) -> None:
         for part in self.parts:
@@ -89,6 +96,27 @@ def converted(stored: Mapping[str, SourceTensor], kinds: tuple[str, ...]) -> Map
     return result
 
 
+def joined(name: str, parts: tuple[SourceTensor, ...], alternating: bool) -> ConvertedTensor:
+    """``parts`` [E, N, …] as one tensor [E, parts * N, …]: in each of E, the rows of one part after those of another,
+    or, ``alternating``, a row of each in turn. Groups lie along columns, so codes move as they are where the parts have
+    one format. InputError for parts of different shapes."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.shape != first.shape or len(first.shape) < 2:
+            raise InputError(f"the tensors {first.name!r} and {part.name!r} in {first.file} belong together, and have "
+                             f"the shapes {first.shape} and {part.shape}.", hint="The file is damaged.")
+    count, rows, *rest = first.shape
+    formats = {part.format.name for part in parts}
+    stored = first.format if len(formats) == 1 else FORMATS["f32"]
+
+    def move(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
+        if alternating:
+            return np.stack(arrays, axis=2).reshape(count, len(arrays) * rows, *arrays[0].shape[2:])
+        return np.concatenate(arrays, axis=1)
+
+    return ConvertedTensor(name, (count, len(parts) * rows, *rest), stored, first.file, parts, move)
+
+
 def _transforms(kinds: tuple[str, ...]) -> tuple[list, list]:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -118,19 +146,26 @@ def _convert(target: str, converter: Any, parts: list[tuple[str, SourceTensor]])
             f"transformers' table makes {target!r} of {len(tensors)} tensors such as {tensors[0].name!r}, which doesn't "
             f"work for these: {error}.", hint="Is a tensor missing, or of another shape than its neighbours?") from error
     return [
-        ConvertedTensor(name, tuple(value.shape), stored, tensors[0].file, tensors, lambda v, n=name: run(v)[n])
+        ConvertedTensor(name, tuple(value.shape), stored, tensors[0].file, tensors, _by_torch(run, name))
         for name, value in shapes.items()
     ]
 
 
-def _moved(parts: tuple[SourceTensor, ...], stored: WeightFormat, move: Callable[[tuple], Any]) -> np.ndarray:
-    import torch
+def _by_torch(run: Callable[[tuple], dict[str, Any]], name: str) -> Callable[[tuple[np.ndarray, ...]], np.ndarray]:
+    """``run``'s result of that name, on numpy arrays."""
 
-    def elements(tensor: SourceTensor) -> np.ndarray:
-        same = tensor.stored == stored
-        array = blocks.unblock(tensor.stored, tensor.raw, tensor.shape)["codes"] if same else tensor.values()
+    def move(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
+        import torch
+
+        with torch.no_grad():  # from_numpy needs arrays that may be written to
+            return run(tuple(torch.from_numpy(np.array(array)) for array in arrays))[name].contiguous().numpy()
+
+    return move
+
+
+def _elements(tensor: SourceTensor, stored: WeightFormat) -> blocks.Codes:
+    """Codes of ``tensor`` in ``stored``: its own ones, or float32 values."""
+    if tensor.stored == stored:
         # torch's own conversions of 16-bit floats have no part in this: elements move as they are
-        return np.array(array, _MOVED[stored.codes])
-
-    with torch.no_grad():
-        return move(tuple(torch.from_numpy(elements(part)) for part in parts)).contiguous().numpy()
+        return blocks.unblock(tensor.stored, tensor.raw, tensor.shape)
+    return tensor.codes() if tensor.format == stored else {"codes": tensor.values()}

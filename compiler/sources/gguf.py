@@ -11,20 +11,24 @@ from typing import Any
 import numpy as np
 
 from adaptc.errors import InputError, UnsupportedError
-from adaptc.formats import FORMATS
+from adaptc.formats import EXPANDED, FORMATS
 from adaptc.models import waivers
-from adaptc.models.gguf import ARCHITECTURES, ROPE_SCALINGS, llama3_scaling
+from adaptc.models.gguf import ARCHITECTURES, HALVES, PARAMETERS, ROPE_SCALINGS, Architecture, llama3_scaling
 from adaptc.sources import text
-from adaptc.sources.binding import Binding
+from adaptc.sources.binding import TRANSPOSE, Binding
+from adaptc.sources.conversion import ConvertedTensor, joined
 from adaptc.sources.gguf_file import read_gguf
 from adaptc.sources.source import Source
 from adaptc.sources.tensor import SourceTensor, locate
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _COUNTS = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "rope.dimension_count",
-           "feed_forward_length")
+           "feed_forward_length", "expert_count", "expert_used_count", "expert_feed_forward_length",
+           "expert_shared_feed_forward_length")
 _MEASURES = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base")
-_OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count", "rope.freq_base")
+_OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count", "rope.freq_base",
+             "expert_feed_forward_length", "expert_shared_feed_forward_length")
+_ROUTER = re.compile(r"blk\.\d+\.ffn_gate_inp\.weight")
 _LARGEST = 1 << 30
 
 
@@ -40,13 +44,17 @@ class GgufSource(Source):
         self.metadata: Mapping[str, Any] = file.metadata
         self._check_parts()
         self.architecture = self._architecture()
-        self.tensors: dict[str, SourceTensor] = {}
+        self.tensors: dict[str, SourceTensor | ConvertedTensor] = {}
+        formats = FORMATS | EXPANDED
         for stored in file.tensors:
-            dtype = _type_name(stored.type)
-            found = locate(stored.name, stored.shape, FORMATS.get(dtype.lower()), dtype, file.data, stored.offset,
-                           self.name)
+            dtype, shape = _type_name(stored.type), stored.shape
+            if len(shape) == 1 and self._rules.one_row and re.search(self._rules.one_row, stored.name):
+                shape = (1, *shape)
+            found = locate(stored.name, shape, formats.get(dtype.lower()), dtype, file.data, stored.offset, self.name)
             if found is not None:
                 self.tensors[stored.name] = found
+        self._join_halves()
+        self.unread = self._rules.unread
 
     @cached_property
     def config(self) -> Any:
@@ -65,21 +73,38 @@ class GgufSource(Source):
         return (self.path,)
 
     def supplier(self, parameter: str) -> Binding:
-        stem, _, suffix = parameter.rpartition(".")
+        known = parameter
+        for pattern, replacement in PARAMETERS.items():
+            known = re.sub(pattern, replacement, known)
+        stem, _, suffix = known.rpartition(".")
         name = self._tensor_names.get_name(stem)
         heads = next((key for pattern, key in self._rules.heads.items() if re.search(pattern, parameter)), None)
+        moved = ("rope_halves", getattr(self.config, heads)) if heads else None
+        if self._rules.transposed and re.search(self._rules.transposed, parameter):
+            moved = (TRANSPOSE, 0)
         return Binding(
-            tensor=f"{name}.{suffix}" if name else parameter,
-            row_permutation=("rope_halves", getattr(self.config, heads)) if heads else None,
+            tensor=f"{name}.{suffix}" if name else known,
+            row_permutation=moved,
             add=next((add for pattern, add in self._rules.offsets.items() if re.search(pattern, parameter)), 0.0),
         )
 
     def text(self) -> text.TextBundle:
         return text.gguf_bundle(self.architecture, self.metadata, self.name)
 
-    @property
-    def _rules(self):
-        return ARCHITECTURES[self.architecture]
+    @cached_property
+    def _rules(self) -> Architecture:
+        row = ARCHITECTURES[self.architecture]
+        has = {key: self.metadata.get(f"{self.architecture}.{key}") for key in row.variants}
+        return next((row.variants[key] for key, value in has.items() if isinstance(value, int) and value), row)
+
+    def _join_halves(self) -> None:
+        for whole, halves in HALVES.items():
+            for name in [name for name in self.tensors if name.split(".")[2:3] == [halves[0]]]:
+                parts = [name.replace(halves[0], half) for half in halves]
+                if all(part in self.tensors for part in parts):
+                    target = name.replace(halves[0], whole)
+                    found = tuple(self.tensors.pop(part) for part in parts)
+                    self.tensors[target] = joined(target, found, self._rules.halves == "alternating")
 
     @cached_property
     def _tensor_names(self):
@@ -141,7 +166,7 @@ class GgufSource(Source):
         return given | ({"rope_scaling": rope} if rope else {})
 
     def _config_names(self) -> dict[str, str | None]:
-        return {**_transformers_table(self.architecture), **self._rules.keys}
+        return {**_transformers_table(self._rules.reader or self.architecture), **self._rules.keys}
 
     def _check_agreement(self, own: Mapping[str, Any]) -> None:
         for key, other in self._rules.same_as.items():
@@ -168,13 +193,17 @@ class GgufSource(Source):
         if embedding is None or len(embedding.shape) != 2:
             raise InputError(f"{self.name} holds no embedding table (token_embd.weight).")
         layers = {name.split(".")[1] for name in self.tensors if name.startswith("blk.")}
-        for key, expected in {"block_count": len(layers), "embedding_length": embedding.shape[1]}.items():
-            if own[key] != expected:
+        counted = {"block_count": len(layers), "embedding_length": embedding.shape[1]}
+        counted |= {"expert_count": t.shape[0] for name, t in self.tensors.items() if _ROUTER.fullmatch(name)}
+        for key, expected in counted.items():
+            if key in names and own[key] != expected:
                 raise self._damaged(f"{self.architecture}.{key} is {own[key]!r}, and the tensors have {expected}")
         for key in (key for key in (*_COUNTS, *_MEASURES) if key in names):
             value = own.get(key, 1) if key in _OPTIONAL else own[key]
             if not 0 < value < _LARGEST:
                 raise self._damaged(f"{self.architecture}.{key} is {value!r}")
+        if "expert_count" in names and own["expert_used_count"] > own["expert_count"]:
+            raise self._damaged("expert_used_count is more than expert_count")
         if own["attention.head_count"] % own.get("attention.head_count_kv", own["attention.head_count"]):
             raise self._damaged("attention.head_count is no multiple of attention.head_count_kv")
 
@@ -191,6 +220,12 @@ class GgufSource(Source):
     def _rope_scaling(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """transformers' rope parameters beyond the base frequency, from metadata or from stored factors."""
         kind = own.get("rope.scaling.type", "none")
+        if kind == "none" and self._rules.rope:
+            raise UnsupportedError(
+                f"{self.name} doesn't say how rotary positions are scaled ({self.architecture}.rope.scaling.type), and "
+                f"every published model of the architecture {self.architecture!r} scales them.",
+                hint="Convert it again with a current llama.cpp.",
+            )
         if _ROPE_FACTORS in self.tensors:
             factors = self.tensors[_ROPE_FACTORS].values().reshape(-1)
             rope = llama3_scaling(factors.tolist(), own.get("rope.freq_base", 10000.0))
@@ -207,7 +242,7 @@ class GgufSource(Source):
                 return rope
         if kind == "none":
             return {}
-        return {"rope_type": kind} | {
+        return {"rope_type": kind, **self._rules.rope} | {
             name: own[f"rope.scaling.{key}"]
             for key, name in ROPE_SCALINGS[kind].items()
             if f"rope.scaling.{key}" in own

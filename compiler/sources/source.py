@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from adaptc import blocks
 from adaptc.errors import InputError
 from adaptc.formats import FORMATS, WeightFormat
 from adaptc.sources.accounting import ConfigReads, recorded_reads
-from adaptc.sources.binding import Binding, bind
+from adaptc.sources.binding import Binding, bind, listed, unused
 from adaptc.sources.tensor import SourceTensor, check_finite
 from adaptc.sources.text import TextBundle
 
@@ -34,6 +34,8 @@ class Source(ABC):
     tensors: Mapping[str, SourceTensor]
     trust_remote_code: bool = False
     """Whether modelling code that comes with the model may run."""
+    unread: str = ""
+    """Why transformers' own reader of these files makes another model of them, or none; "" when it makes this one."""
 
     @cached_property
     @abstractmethod
@@ -65,9 +67,18 @@ class Source(ABC):
         """SHA-256 of each file, by file name."""
         return {path.name: _sha256(path) for path in sorted(self.files(), key=lambda path: path.name)}
 
-    def bind(self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> dict[str, Binding]:
+    def bind(self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str],
+             ignored: Sequence[str] = ()) -> dict[str, Binding]:
         """How each of a transformers module's ``parameters`` (name → shape) is obtained; see ``binding.bind``."""
-        return bind(self.tensors, self.supplier, parameters, tied)
+        return bind(self.tensors, self.supplier, parameters, tied, ignored)
+
+    def left_out(self, parameters: Iterable[str], ignored: Sequence[str] = ()) -> tuple[str, ...]:
+        """Sentences that say which tensors supply none of ``parameters`` and why, for a model that has been bound."""
+        return _by_reason(unused(self.tensors, self.supplier, parameters, ignored))
+
+    def format_notes(self) -> tuple[str, ...]:
+        """Sentences that say which tensors aren't held in the format that the files store them in, and why."""
+        return _by_reason({name: tensor.note for name, tensor in self.tensors.items() if tensor.note})
 
     def load(self, binding: Binding) -> tuple[WeightFormat, blocks.Codes]:
         """A parameter's codes, rows in the parameter's order, and their format: the stored one, bit for bit, or f32
@@ -95,6 +106,14 @@ class Source(ABC):
         ``check()`` on what this yields."""
         with recorded_reads(self.config, self.given_config(), self.name) as reads:
             yield reads
+
+
+def _by_reason(reasons: Mapping[str, str]) -> tuple[str, ...]:
+    """Tensor → reason, as one sentence a reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name)
+    return tuple(f"{listed(tensors, 2)}: {why}." for why, tensors in names.items())
 
 
 def _sha256(path: Path) -> str:

@@ -26,6 +26,48 @@ module attributes {adaptc.stage = "captured"} {
 // -----
 
 // RUN: bind_transposes
+// What the file has transposed already is read as it is: packed formats stay packed.
+// CHECK: adaptc.weight"() {stored = "q8_0", sym_name = "w.T", tensor = "w", type = tensor<32x32xf32>}
+// CHECK: "adaptc.get"() {symbol = "w.T"} : () -> tensor<32x32xf32>
+!same = tensor<?x32xf32, #adaptc.dims<["T", "_"]>>
+!last = tensor<?x32xf32, #adaptc.dims<["S", "_"]>>
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  "adaptc.weight"() {rows = ["transpose", 0], stored = "q8_0", sym_name = "w", tensor = "w", type = tensor<32x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !last {
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %w = "adaptc.get"() {symbol = "w"} : () -> tensor<32x32xf32>
+    %t = "adaptc.transpose"(%w) {perm = [1, 0]} : (tensor<32x32xf32>) -> tensor<32x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !same
+    %y = "adaptc.linear"(%x, %t) : (!same, tensor<32x32xf32>) -> !same
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!same, !rows) -> !last
+    return %end : !last
+  }
+}
+
+// -----
+
+// RUN: bind_transposes
+// DECLINE: weights read by another rule are transposed where they are.
+!same = tensor<?x32xf32, #adaptc.dims<["T", "_"]>>
+!last = tensor<?x32xf32, #adaptc.dims<["S", "_"]>>
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  "adaptc.weight"() {rows = ["rope_halves", 2], stored = "f32", sym_name = "w", tensor = "w", type = tensor<32x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !last {
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %w = "adaptc.get"() {symbol = "w"} : () -> tensor<32x32xf32>
+    %t = "adaptc.transpose"(%w) {perm = [1, 0]} : (tensor<32x32xf32>) -> tensor<32x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !same
+    %y = "adaptc.linear"(%x, %t) : (!same, tensor<32x32xf32>) -> !same
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!same, !rows) -> !last
+    return %end : !last
+  }
+}
+
+// -----
+
+// RUN: bind_transposes
 // DECLINE: activations are transposed where they are.
 !z = tensor<?x4x4xf32, #adaptc.dims<["T", "_", "_"]>>
 !flat = tensor<?x16xf32, #adaptc.dims<["T", "_"]>>

@@ -74,6 +74,26 @@ module attributes {adaptc.stage = "sharded"} {
 // -----
 
 // RUN: store_weights
+// What the file keeps transposed in groups can't stay so: a group would run down a column.
+// CHECK: adaptc.format_notes = ["weight 'w' is stored as f32: its columns are the file's rows, along which the groups of q8_0 lie."]
+// CHECK: sym_name = "w", tensor = "w"
+// CHECK-SAME: codes = "f32"
+module attributes {adaptc.stage = "sharded"} {
+  "adaptc.weight"() {rows = ["transpose", 0], stored = "q8_0", sym_name = "w", tensor = "w", type = tensor<32x32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %w = "adaptc.get"() {symbol = "w"} : () -> tensor<32x32xf32>
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %y = "adaptc.linear"(%x, %w) : (!x, tensor<32x32xf32>) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}
+
+// -----
+
+// RUN: store_weights
 // OPTIONS: weights="int3"
 // ERROR: unknown weight format 'int3'; valid values are: auto, f32, bf16, int8, int4
 module attributes {adaptc.stage = "sharded"} {
