@@ -203,7 +203,7 @@ def test_the_untouched_container_loads(tmp_path):
     assert check_gguf(tmp_path / "m.gguf", GGUF)
 
 
-@fuzzed(250)
+@fuzzed(150)
 @given(data=damaged(GGUF, GGUF_HEADER, _tensor_numbers(GGUF, GGUF_NAMES) + GGUF_KEYS))
 def test_damaged_gguf(data, tmp_path_factory):
     check_gguf(_scratch(tmp_path_factory, "gguf") / "m.gguf", data)
@@ -256,13 +256,13 @@ def test_the_untouched_safetensors_load(small):
     assert check_safetensors(small, SAFETENSORS)
 
 
-@fuzzed(250)
+@fuzzed(200)
 @given(data=damaged(SAFETENSORS, HEADER_SIZE, ((0, 8),)))
 def test_damaged_safetensors(small, data):
     check_safetensors(small, data)
 
 
-@fuzzed(250)
+@fuzzed(200)
 @given(header=damaged_json(HEADER), honest=st.integers(0, 9), more=st.integers(-2, 2))
 def test_safetensors_with_other_headers(small, header, honest, more):
     size = len(header) if honest else len(header) + more
@@ -340,14 +340,14 @@ def replaced(path: Path, content: bytes):
         path.write_bytes(whole)
 
 
-@fuzzed(120)
+@fuzzed(80)
 @given(text=damaged_json(CONFIG))
 def test_other_configurations(model, text):
     with replaced(model / "config.json", text):
         check_folder(model)
 
 
-@fuzzed(80)
+@fuzzed(50)
 @given(data=st.data())
 def test_other_indices(model, data):
     content = json.loads((model / INDEX).read_text())
@@ -355,7 +355,7 @@ def test_other_indices(model, data):
         check_folder(model)
 
 
-@fuzzed(120)
+@fuzzed(80)
 @given(data=st.data(), name=st.sampled_from(["config.json", INDEX]))
 def test_damaged_json(model, data, name):
     whole = (model / name).read_bytes()

@@ -80,7 +80,7 @@ def _open_file(path: Path, waiver: Waiver) -> Source:
         start = file.read(len(MAGIC))
     if start != MAGIC:
         if is_pickled(path.name, start):
-            raise pickled(f"{path} holds")
+            raise pickled(f"{path} holds pickled weights")
         what = f"starts with {start!r}" if start else "is empty"
         raise InputError(f"{path} is no model: it {what}, and a GGUF file starts with {MAGIC!r}.", hint=_MODELS)
     return GgufSource(path, waiver)

@@ -181,6 +181,9 @@ def _placed(cursor: _Cursor, tensors: list[StoredTensor], alignment: Any) -> tup
             raise cursor.damaged(f"the tensor {tensor.name!r} starts at byte {offset}, expected {where}, within the file")
         placed.append(StoredTensor(tensor.name, tensor.shape, tensor.type, offset))
         size = _size(tensor)
+        if size is not None and size > len(cursor.data) - offset:
+            raise cursor.damaged(f"the tensor {tensor.name!r} takes {size} bytes from byte {offset} on and "
+                                 f"{len(cursor.data) - offset} are left")
         expected = None if size is None else offset - (-size // alignment) * alignment
     return tuple(placed)
 

@@ -125,7 +125,7 @@ class HuggingFaceSource(Source):
 
     def _check_layers(self, aliases: Mapping[str, str]) -> None:
         """InputError for more layers than the files can hold, before lists and modules of that many are made."""
-        names = {"num_hidden_layers", *(alias for alias, name in aliases.items() if name == "num_hidden_layers")}
+        names = {"num_hidden_layers", aliases.get("num_hidden_layers")}
         most = max(PLAUSIBLE_LAYERS, len(self._stored))
         for key, value in leaves(self._given):
             if key.rpartition(".")[2] in names and isinstance(value, (int, float)) and value > most:
@@ -238,14 +238,14 @@ def is_pickled(name: str, start: bytes) -> bool:
 
 
 def pickled(what: str) -> PickleError:
-    return PickleError(f"{what}, pickled weights, which can hold code and are never loaded; adaptc reads safetensors.",
+    return PickleError(f"{what}, which can hold code and are never loaded; adaptc reads safetensors.",
                        hint="If you trust it, load it with transformers' from_pretrained and save_pretrained the result.")
 
 
 def check_pickles(folder: Path, name: str) -> None:
     """PickleError when a folder without safetensors has its weights pickled."""
     if found := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES):
-        raise pickled(f"{name} has its weights in {found[0]}")
+        raise pickled(f"{name} has pickled weights in {found[0]}")
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Any], int, Any]:
@@ -261,7 +261,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], int, Any]:
             pass
     except (SafetensorError, OSError) as error:
         if is_pickled("", data[:4].tobytes()):
-            raise pickled(f"{path.name} holds, whatever its name says") from error
+            raise pickled(f"{path.name} holds pickled weights, whatever its name says") from error
         raise DamagedFileError(f"{path.name} is damaged or incomplete: {error}.",
                                hint="Download the file again.") from error
     size = int.from_bytes(data[:8].tobytes(), "little")
