@@ -85,10 +85,10 @@ def _line(trace: str) -> tuple[str, int, str]:
     if not frames:
         return "", 0, ""
     file, line = frames[-1]
-    return relative(file), line, linecache.getline(file, line).strip()
+    return _relative(file), line, linecache.getline(file, line).strip()
 
 
-def relative(file: str) -> str:
+def _relative(file: str) -> str:
     """A source file relative to its package or, when it comes with a model, to the model's folder."""
     if _REMOTE in Path(file).parts:  # a copy that transformers has made of the model's folder
         return Path(file).name

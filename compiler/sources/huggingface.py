@@ -35,8 +35,8 @@ PATTERNS = ("config.json", ADAPTER, "model*.safetensors", _INDEX, *_TEXT_FILES)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """What the names of pickled weights end in."""
 
-_PICKLED = (b"PK\x03\x04", b"\x80")
-"""What pickled weights start with: the archive that torch.save writes, or a bare pickle."""
+_PICKLED = (b"PK\x03\x04", b"\x80\x02\x8a", b"\x80\x04\x95", b"\x80\x05\x95")
+"""What pickled weights start with: the archive that torch.save writes, what it wrote before, or a bare pickle."""
 
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".ot")
 
