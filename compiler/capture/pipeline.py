@@ -22,12 +22,14 @@ def capture(source: Any) -> Program:
     """The program of a ``sources.Source``, at stage "captured".
 
     CaptureError when the module can't be captured; InputError when its files say what no code reads, or lack tensors.
+    OptionError when the caller waives what is used.
     """
     with source.account_config() as reads:
         module = source.module() or build.build(source.config, source.trust_remote_code)
         ignored = sorted(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
         program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied, ignored))
     reads.check()
+    source.check_waived()
     if left_out := source.left_out([*build.stored_shapes(module), *build.tied(module)], ignored):
         program.set_fact("left_out", left_out)
     return program

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaptc.errors import InputError
+from adaptc.errors import InputError, UnusedError
 from adaptc.models import waivers
 from adaptc.sources.tensor import SourceTensor
+from adaptc.sources.waiver import Waiver, way_on
 
 _RULES: dict[str, Callable[[int, int], np.ndarray]] = {
     "rope_halves": lambda rows, heads: np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1),
@@ -52,12 +53,14 @@ def bind(
     parameters: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
     ignored: Sequence[str] = (),
+    waiver: Waiver = Waiver(),
 ) -> dict[str, Binding]:
     """Bindings of all ``parameters`` (name → shape). ``tied`` maps a parameter to the one whose storage it shares.
 
     ``supplier`` says which tensor a parameter comes from, whether or not the file has it. ``ignored`` are regular
-    expressions of tensors that the model's class leaves out. InputError naming missing parameters, wrong shapes, tied
-    parameters that the file stores twice and differently, and unused tensors.
+    expressions of tensors that the model's class leaves out. InputError naming missing parameters, wrong shapes, and
+    tied parameters that the file stores twice and differently; UnusedError naming tensors that nothing uses and
+    ``waiver`` doesn't cover.
     """
     groups: dict[str, list[str]] = {}
     for name in [*parameters, *tied]:
@@ -84,22 +87,24 @@ def bind(
         raise InputError(f"the model's files have no tensor for {listed(missing)}.",
                          hint="Is a file missing, or is the model of another architecture than it says?")
     _check_shapes(tensors, bindings, parameters)
-    needed = [name for name, why in unused(tensors, supplier, (*parameters, *tied), ignored).items() if not why]
+    needed = [name for name, why in unused(tensors, supplier, (*parameters, *tied), ignored, waiver).items() if not why]
     if needed:
-        raise InputError(f"the model has no use for {listed(needed)}, which its files hold.",
-                         hint="A model compiled without these tensors would not be the authors' model.")
+        raise UnusedError(f"the model has no use for {listed(needed)}, which {tensors[needed[0]].file} holds.",
+                          hint="A model compiled without it might not be the authors' model. " + way_on(needed))
     return {name: bindings[name] for name in parameters}
 
 
 def unused(tensors: Iterable[str], supplier: Callable[[str], Binding], parameters: Iterable[str],
-           ignored: Sequence[str] = ()) -> dict[str, str]:
-    """The tensors that supply no parameter, and why each may be left out ("" where nothing says so)."""
+           ignored: Sequence[str] = (), waiver: Waiver = Waiver()) -> dict[str, str]:
+    """The tensors that supply no parameter, and why each may be left out ("" where nothing says so). ``waiver`` is asked
+    last: about what nothing else excuses."""
     used = {supplier(name).tensor for name in parameters}
     found = {}
     for name in (name for name in tensors if name not in used):
         pattern = next((pattern for pattern in ignored if re.search(pattern, name)), None)
         own = f"the model's class leaves out what matches {pattern!r}" if pattern else ""
-        found[name] = waivers.reason(waivers.TENSORS, name) or own
+        known = waivers.reason(waivers.TENSORS, name) or own
+        found[name] = known or ("waived by the caller" if waiver.covers(name) else "")
     return found
 
 

@@ -15,10 +15,11 @@ import numpy as np
 from adaptc import blocks
 from adaptc.errors import InputError
 from adaptc.formats import FORMATS, WeightFormat
-from adaptc.sources.accounting import ConfigReads, recorded_reads
+from adaptc.sources.accounting import ConfigReads, leaves, recorded_reads
 from adaptc.sources.binding import Binding, bind, listed, unused
 from adaptc.sources.tensor import SourceTensor, check_finite
 from adaptc.sources.text import TextBundle
+from adaptc.sources.waiver import Waiver
 
 
 class Source(ABC):
@@ -27,11 +28,13 @@ class Source(ABC):
     kind      "gguf", "huggingface" or "module"
     name      the file's or folder's name, or the hub id
     tensors   the files' tensors by the files' own names
+    waiver    what of it may go unused because the caller says so
     """
 
     kind: str
     name: str
     tensors: Mapping[str, SourceTensor]
+    waiver: Waiver
     trust_remote_code: bool = False
     """Whether modelling code that comes with the model may run."""
     unread: str = ""
@@ -45,6 +48,14 @@ class Source(ABC):
     @abstractmethod
     def given_config(self) -> Mapping[str, Any]:
         """The configuration keys that the files state, as stated; what is to be accounted for."""
+
+    def place(self) -> str:
+        """What errors call the place where the configuration is stated."""
+        return self.name
+
+    def stated(self) -> set[str]:
+        """Every name that the files state: configuration keys and tensors."""
+        return {*dict(leaves(self.given_config())), *self.tensors}
 
     @abstractmethod
     def files(self) -> tuple[Path, ...]:
@@ -70,11 +81,11 @@ class Source(ABC):
     def bind(self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str],
              ignored: Sequence[str] = ()) -> dict[str, Binding]:
         """How each of a transformers module's ``parameters`` (name → shape) is obtained; see ``binding.bind``."""
-        return bind(self.tensors, self.supplier, parameters, tied, ignored)
+        return bind(self.tensors, self.supplier, parameters, tied, ignored, self.waiver)
 
     def left_out(self, parameters: Iterable[str], ignored: Sequence[str] = ()) -> tuple[str, ...]:
         """Sentences that say which tensors supply none of ``parameters`` and why, for a model that has been bound."""
-        return _by_reason(unused(self.tensors, self.supplier, parameters, ignored))
+        return _by_reason(unused(self.tensors, self.supplier, parameters, ignored, self.waiver))
 
     def format_notes(self) -> tuple[str, ...]:
         """Sentences that say which tensors aren't held in the format that the files store them in, and why."""
@@ -104,8 +115,12 @@ class Source(ABC):
     def account_config(self) -> Iterator[ConfigReads]:
         """Records which configuration keys are read within the block: build and trace the module there, then call
         ``check()`` on what this yields."""
-        with recorded_reads(self.config, self.given_config(), self.name) as reads:
+        with recorded_reads(self.config, self.given_config(), self.place(), self.waiver) as reads:
             yield reads
+
+    def check_waived(self) -> None:
+        """After capture: OptionError when the caller waives what is used, or what isn't there."""
+        self.waiver.check(self.stated(), self.name)
 
 
 def _by_reason(reasons: Mapping[str, str]) -> tuple[str, ...]:
