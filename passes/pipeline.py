@@ -15,7 +15,7 @@ from adaptc.passes.bind_transposes import BindTransposes
 from adaptc.passes.clean_up import CleanUp
 from adaptc.passes.decompose import Decompose
 from adaptc.passes.drop_unit_dims import DropUnitDims
-from adaptc.passes.fuse_add_rms_norm import FuseAddRmsNorm
+from adaptc.passes.fuse_add_norm import FuseAddNorm
 from adaptc.passes.fuse_gated_linear import FuseGatedLinear
 from adaptc.passes.group_elementwise import GroupElementwise
 from adaptc.passes.hoist_weight_math import HoistWeightMath
@@ -24,6 +24,7 @@ from adaptc.passes.merge_linears import MergeLinears
 from adaptc.passes.plan_memory import PlanMemory
 from adaptc.passes.push_views import PushViews
 from adaptc.passes.quantize_activations import QuantizeActivations
+from adaptc.passes.raise_layer_norm import RaiseLayerNorm
 from adaptc.passes.raise_rms_norm import RaiseRmsNorm
 from adaptc.passes.raise_rope import RaiseRope
 from adaptc.passes.select_kernels import SelectKernels
@@ -50,6 +51,8 @@ def fusion() -> tuple[Pass, ...]:
         # bigger patterns are made of smaller ones: norms from arithmetic before views move, as a view that splits the
         # normalised axis would pass the arithmetic and tear it apart, but doesn't pass a norm
         RaiseRmsNorm(),
+        # a layer norm is the norm of what is left when the mean is taken off
+        RaiseLayerNorm(),
         # hoisting left arguments unused; results that are arguments go before shapes at boundaries are changed
         TrimSignatures(),
         # boundaries first, then the insides: views can cancel only against those that stand at the boundaries
@@ -61,7 +64,7 @@ def fusion() -> tuple[Pass, ...]:
         PushViews(),
         # takes gate and up out of the linears of one input, before the rest of these are merged
         FuseGatedLinear(),
-        FuseAddRmsNorm(),
+        FuseAddNorm(),
         # before merging: which maps share an input can change when some of them need only the sampled rows
         SinkSampledRows(),
         MergeLinears(),

@@ -58,7 +58,7 @@ def test_the_pipeline_keeps_the_meaning(data):
     before = program(data.draw)
     weights = values(before)
     wanted = meaning(before, weights)
-    lacks = data.draw(st.sets(st.sampled_from(["linears", "gated_linear", "add_rms_norm", "rms_norm", "group"])))
+    lacks = data.draw(st.sets(st.sampled_from(["linears", "gated_linear", "add_rms_norm", "add_layer_norm", "rms_norm", "layer_norm", "rope", "group"])))
     backend = FakeCodegen(*lacks)
     stages = lower_to(before, "lowered", OPTIONS, backend).programs
     for stage in STAGES:

@@ -4,7 +4,7 @@
 !x = tensor<?x32xf32, #adaptc.dims<["T", "_"]>>
 !x1 = tensor<1x?x32xf32, #adaptc.dims<["_", "T", "_"]>>
 
-// RUN: fuse_add_rms_norm
+// RUN: fuse_add_norm
 // CHECK: %4:2 = "adaptc.add_rms_norm"(%3, %2, %0) {eps
 // CHECK: "adaptc.add"(
 // CHECK-NOT: adaptc.rms_norm
@@ -27,7 +27,7 @@ module attributes {adaptc.stage = "captured"} {
 
 // -----
 
-// RUN: fuse_add_rms_norm
+// RUN: fuse_add_norm
 // DECLINE: the weight is computed after the sum was used.
 module attributes {adaptc.stage = "captured"} {
   "adaptc.weight"() {stored = "f32", sym_name = "w", tensor = "w", type = tensor<32xf32>} : () -> ()
