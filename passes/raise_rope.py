@@ -65,37 +65,36 @@ def _by_column(b, node: Node):
 
 def _by_pair(b, node: Node):
     """concat(a·cos - b·sin, b·cos + a·sin)"""
-    found = _rotation(node)
-    view = _View.of(node.results[0], pairs=spec(node.operands[0]).shape[-1] == 1)
-    if found is None or view is None or node.attrs["axis"] != len(view.shape) - 1:
-        return None
-    first, second, cos, sin = found
-    half = _View.of(first, view.pairs)
-    if half is None or not spec(first) == spec(second) == spec(node.operands[0]):
-        return None
-    tables = [half.table(t) for t in (cos, sin)]
-    if not all(tables):
-        return None
     axis = node.attrs["axis"]
-    x = _existing(b, first, view.flat(np.concatenate([_elements(first), _elements(second)], axis)))
-    x = view.there(b, b.concat(first, second, axis=axis)) if x is None else x
+    view = _View.of(node.results[0], pairs=spec(node.operands[0]).shape[-1] == 1)
+    if view is None or len(node.operands) != 2 or axis != len(view.shape) - 1:
+        return None
+    fits = []
+    for first, second, cos, sin in _rotations(*node.operands):
+        half = _View.of(first, view.pairs)
+        if half is not None and spec(first) == spec(second) == spec(node.operands[0]):
+            tables = [half.table(t) for t in (cos, sin)]
+            source = _source(first, view.flat(np.concatenate([_elements(first), _elements(second)], axis)))
+            fits += [(source, first, second, tables)] if all(tables) else []
+    if not fits:
+        return None
+    # of one head, tables and tensor can be taken for each other: the tensor is what exists as a whole
+    source, first, second, tables = next((fit for fit in fits if fit[0]), fits[0])
+    x = source.build(b) if source else view.there(b, b.concat(first, second, axis=axis))
     return view.back(b, b.rope(x, *(t.build(b) for t in tables), interleaved=view.pairs))
 
 
-def _rotation(node: Node) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value] | None:
-    """(a, b, cos, sin), if ``node`` joins a·cos - b·sin and b·cos + a·sin."""
-    if len(node.operands) != 2:
-        return None
-    difference, total = find(node.operands[0], "sub"), find(node.operands[1], "add")
+def _rotations(left: ir.Value, right: ir.Value) -> Iterator[tuple[ir.Value, ir.Value, ir.Value, ir.Value]]:
+    """(a, b, cos, sin) such that ``left`` is a·cos - b·sin and ``right`` b·cos + a·sin."""
+    difference, total = find(left, "sub"), find(right, "add")
     parts = [find(v, "mul") for one in (difference, total) if one for v in one.operands]
     if len(parts) != 4 or None in parts:
-        return None
+        return
     wanted = {frozenset(part.operands) for part in parts[2:]}
     for a, cos in parts[0].swaps():
         for second, sin in parts[1].swaps():
             if {frozenset((second, cos)), frozenset((a, sin))} == wanted and find(a, *MOVES) and find(second, *MOVES):
-                return a, second, cos, sin
-    return None
+                yield a, second, cos, sin
 
 
 def _partial(b, node: Node):
@@ -111,10 +110,10 @@ def _partial(b, node: Node):
     if not np.array_equal(part.rows(node.operands[0]), whole.rows(rope.results[0])):
         return None
     wanted = np.concatenate([whole.rows(rope.operands[0]), rest.rows(node.operands[1])], -1)
-    x = _existing(b, node.operands[1], wanted)
-    if x is None:
+    source = _source(node.operands[1], wanted)
+    if source is None:
         return None
-    return view.back(b, b.rope(x, *rope.operands[1:], **{**rope.attrs, "turned": part.width}))
+    return view.back(b, b.rope(source.build(b), *rope.operands[1:], **{**rope.attrs, "turned": part.width}))
 
 
 # ---- where elements come from
@@ -124,7 +123,7 @@ def _moves(value: ir.Value) -> Iterator[Node]:
     """The operations that define ``value``, up to the first that isn't a move of one operand, included."""
     while (node := definer(value)) is not None:
         yield node
-        if node.name not in MOVES or not node.operands or (node.name == "concat"):
+        if node.name not in MOVES or node.name == "concat":
             return
         value = node.operands[0]
 
@@ -156,16 +155,26 @@ def _turn(columns: np.ndarray, interleaved: bool) -> np.ndarray:
     return np.concatenate([-columns[..., half:], columns[..., :half]], -1)
 
 
-def _existing(b, start: ir.Value, wanted: np.ndarray) -> ir.Value | None:
-    """A tensor [T, H, D] of the elements ``wanted``, from a value that moves have made ``start`` of."""
+def _source(start: ir.Value, wanted: np.ndarray) -> _Source | None:
+    """Where a tensor [T, H, D] of the elements ``wanted`` is, among those that moves have made ``start`` of."""
     for node in _moves(start):
         for value in node.operands[:1] if node.name in MOVES else ():
-            for pairs in (False, True):
-                view = _View.of(value, pairs)
-                if view is not None and view.count == wanted[0].size and np.array_equal(
-                        view.rows(value).reshape(wanted.shape), wanted):
-                    return view.there(b, value, wanted.shape[-1])
+            view = _View.of(value)
+            if view and view.count == wanted[0].size and np.array_equal(view.rows(value).reshape(wanted.shape), wanted):
+                return _Source(view, value, wanted.shape[-1])
     return None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A value that is a tensor [T, H, ``width``] in the shape of ``view``."""
+
+    view: _View
+    value: ir.Value
+    width: int
+
+    def build(self, b) -> ir.Value:
+        return self.view.there(b, self.value, self.width)
 
 
 @dataclass(frozen=True)
@@ -196,9 +205,14 @@ class _View:
         return int(np.prod([d for d in self.shape if isinstance(d, int)]))
 
     @property
+    def plain(self) -> tuple[int | str, ...]:
+        """The shape with its columns on one axis: transposes of it cancel against those of other views."""
+        return (*self.shape[:-2], self.width) if self.pairs else self.shape
+
+    @property
     def perm(self) -> tuple[int, ...]:
         """Tokens first."""
-        return (self.token, *(i for i in range(len(self.shape)) if i != self.token))
+        return (self.token, *(i for i in range(len(self.plain)) if i != self.token))
 
     def flat(self, elements: np.ndarray) -> np.ndarray:
         """[T, H, D] of elements in this shape."""
@@ -211,15 +225,15 @@ class _View:
     def there(self, b, value: ir.Value, width: int = 0) -> ir.Value:
         """A value of this shape as [T, H, D]."""
         width = width or self.width
-        moved = value if self.token == 0 else b.transpose(value, perm=self.perm)
-        wanted = (self.shape[self.token], self.count // width, width)
-        return moved if spec(moved).shape == wanted else b.reshape(moved, shape=wanted)
+        value = _reshaped(b, value, self.plain)
+        value = b.transpose(value, perm=self.perm) if self.token else value
+        return _reshaped(b, value, (self.shape[self.token], self.count // width, width))
 
     def back(self, b, value: ir.Value) -> ir.Value:
         """[T, H, D] in this shape."""
-        shape = tuple(self.shape[p] for p in self.perm)
-        value = value if spec(value).shape == shape else b.reshape(value, shape=shape)
-        return value if self.token == 0 else b.transpose(value, perm=tuple(np.argsort(self.perm).tolist()))
+        value = _reshaped(b, value, tuple(self.plain[p] for p in self.perm))
+        value = b.transpose(value, perm=tuple(np.argsort(self.perm).tolist())) if self.token else value
+        return _reshaped(b, value, self.shape)
 
     def table(self, value: ir.Value, interleaved: bool | None = None) -> _Table | None:
         """A factor of a tensor of this shape as a table [T, D] that all heads share; None if it isn't one. Where both
@@ -241,6 +255,10 @@ class _View:
         return (_neighbours(value, one) if np.array_equal(one, other) else None) or whole
 
 
+def _reshaped(b, value: ir.Value, shape: tuple[int | str, ...]) -> ir.Value:
+    return value if spec(value).shape == shape else b.reshape(value, shape=shape)
+
+
 @dataclass(frozen=True)
 class _Table:
     """Columns from ``start`` of a tensor [T, W], apart from axes of size 1."""
@@ -259,7 +277,7 @@ class _Table:
 def _neighbours(value: ir.Value, wanted: np.ndarray) -> _Table | None:
     """The elements ``wanted`` [T, n] as neighbouring columns of the tensor that moves have made ``value`` of."""
     *_, last = _moves(value)
-    root = last.operands[0] if last.name in MOVES and last.operands else last.results[0]
+    root = last.operands[0] if last.name in MOVES else last.results[0]
     kind = tuple(d for d in spec(root).shape if d != 1)
     if len(kind) != 2 or not isinstance(kind[0], str) or not isinstance(kind[1], int):
         return None
