@@ -127,10 +127,6 @@ After = Callable[[Program, PassTime], None]
 """Called after each pass with what it has made of the program."""
 
 
-def _ignore(program: Program, time: PassTime) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Lowered:
     """A program at every stage that was reached (the given one included), and what the passes took."""
@@ -153,7 +149,7 @@ def passes_named(names: Sequence[str], options: CompileOptions = CompileOptions(
     return tuple(known[name] for name in names)
 
 
-def run_passes(program: Program, passes: Sequence[Pass], after: After = _ignore, stage: str = "",
+def run_passes(program: Program, passes: Sequence[Pass], after: After | None = None, stage: str = "",
                ) -> tuple[PassTime, ...]:
     """Runs passes on a program in place. LegalityError when one broke a rule."""
     times = []
@@ -161,12 +157,13 @@ def run_passes(program: Program, passes: Sequence[Pass], after: After = _ignore,
         start = time.perf_counter()
         run_pass(program, one)
         times.append(PassTime(stage or program.stage, one.name, time.perf_counter() - start))
-        after(program, times[-1])
+        if after:
+            after(program, times[-1])
     return tuple(times)
 
 
 def lower_to(program: Program, stage: str, options: CompileOptions = CompileOptions(), codegen: Codegen | None = None,
-             key_block: int = 16, after: After = _ignore) -> Lowered:
+             key_block: int = 16, after: After | None = None) -> Lowered:
     """Takes a program from whatever stage it is in to ``stage``. The given program isn't changed; those of different
     stages share nothing, and each is made from the printed text of the one before. From the laid-out stage on,
     ``options.max_context`` must be a number of tokens.

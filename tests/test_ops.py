@@ -425,8 +425,26 @@ def test_rope_is_transformers():
     x, (cos, sin) = torch.randn(6, 3, 8), rope_tables(6, 8)
     heads_first = x.transpose(0, 1)[None]
     wanted = apply_rotary_pos_emb(heads_first, heads_first, cos[None], sin[None])[0][0].transpose(0, 1)
-    (got,) = row("rope").meaning({}, x.numpy(), cos.numpy(), sin.numpy())
+    (got,) = row("rope").meaning(row("rope").complete({}), x.numpy(), cos.numpy(), sin.numpy())
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_rope_of_pairs_and_of_a_part_is_transformers():
+    from transformers.models.cohere2.modeling_cohere2 import apply_rotary_pos_emb as of_pairs
+    from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as of_a_part
+
+    torch.manual_seed(0)
+    x, (cos, sin) = torch.randn(6, 3, 12), rope_tables(6, 8)
+    first = x.transpose(0, 1)[None]
+    wanted = of_a_part(first, first, cos[None], sin[None])[0][0].transpose(0, 1)
+    attrs = row("rope").complete({"interleaved": True, "turned": 8})
+    (got,) = row("rope").meaning(attrs, x.numpy(), cos[:, :4].numpy(), sin[:, :4].numpy())
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    cos, sin = (v[:, :4].repeat_interleave(2, -1) for v in (cos, sin))
+    part = first[..., :8]
+    wanted = of_pairs(part, part, cos[None], sin[None])[0][0].transpose(0, 1)
+    (got,) = row("rope").meaning(attrs, x.numpy(), cos.numpy(), sin.numpy())
+    np.testing.assert_allclose(got[..., :8], wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_rms_norm_is_torchs():
