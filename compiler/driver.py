@@ -40,7 +40,8 @@ COVERAGE_TOKENS = 1
 @dataclass
 class CompileReport:
     """What a compile did. ``seconds`` by stage; ``conversion_errors`` relative RMS error by tensor whose format was
-    changed; ``format_notes`` why a weight hasn't the chosen format; ``clones`` why a body stands more than once."""
+    changed; ``format_notes`` why a weight hasn't the chosen format, or merged maps were parted over theirs; ``clones``
+    why a body stands more than once."""
 
     output: str
     model: str

@@ -108,7 +108,7 @@ def compile_text(report) -> str:
     if report.clones:
         parts.append("Bodies cloned\n" + "\n".join(f"  {why}" for why in report.clones))
     if report.format_notes:
-        parts.append("Formats kept\n" + "\n".join(f"  {note}" for note in report.format_notes))
+        parts.append("Formats and merges that aren't as chosen\n" + "\n".join(f"  {note}" for note in report.format_notes))
     if report.conversion_errors:
         worst = sorted(report.conversion_errors.items(), key=lambda item: -item[1])
         parts.append("Weights converted (relative RMS error a tensor)\n"

@@ -26,11 +26,10 @@ TOKENS = 3
 
 @dataclass(frozen=True)
 class RaiseRope:
-    """The rotation of pairs (a, b) → (a·cos - b·sin, b·cos + a·sin) by tables that all heads share → rope:
-
-    x·cos + turn(x)·sin, with turn(x) = concat(-x₂, x₁) of halves, or (-x₁, x₀, -x₃, x₂, …) of neighbours
-    concat(a·cos - b·sin, b·cos + a·sin), with a table entry for each pair, for a and b in halves or neighbours
-    concat(rope(x₁), x₂) → rope of x whose other columns stay, with x = concat(x₁, x₂)
+    """The rotation of pairs (a, b) → (a·cos - b·sin, b·cos + a·sin) → rope. Pairs are the columns of two halves, or
+    neighbours. Written as x·cos + turn(x)·sin, where turn(x) has -b in place of a, and a in place of b; or as
+    concat(a·cos - b·sin, b·cos + a·sin), with a table entry for each pair. concat(rope(a), b) is then a rope of the
+    first columns of concat(a, b), if that exists.
 
     Declined: other rotations, tables that differ between heads, tensors without tokens.
     """
@@ -187,11 +186,11 @@ class _View:
 
     @staticmethod
     def of(value: ir.Value, pairs: bool = False) -> _View | None:
-        """None for a tensor without tokens, or with tokens on the columns' axes."""
+        """None for a tensor without tokens or without elements, or with tokens on the columns' axes."""
         shape = getattr(spec(value), "shape", ())
         symbols = [i for i, d in enumerate(shape) if isinstance(d, str)]
         columns = 2 if pairs else 1
-        if len(symbols) != 1 or symbols[0] >= len(shape) - columns or spec(value).dtype != "f32":
+        if len(symbols) != 1 or symbols[0] >= len(shape) - columns or 0 in shape:
             return None
         return _View(shape, symbols[0], pairs)
 
