@@ -1,7 +1,7 @@
 """Recognises rotary position embedding, in whatever way it is written.
 
 Authors write a rotation with slices, concatenations, negations, reshapes and transposes around a few products. What
-such moves do isn't matched step by step: ``_elements`` carries the number of each element through them, and a
+such moves do isn't matched step by step: ``_Numbers`` carries the number of each element through them, and a
 rotation is recognised by where elements come from.
 """
 
@@ -48,15 +48,16 @@ def _by_column(b, node: Node):
     plain, turned = (find(v, "mul") for v in node.operands)
     if view is None or view.width % 2 or plain is None or turned is None:
         return None
+    numbers = _Numbers()
     products = [(p, t) for pair in ((plain, turned), (turned, plain)) for p in pair[0].swaps() for t in pair[1].swaps()]
     for (x, cos), (other, sin) in products:
         if not spec(x) == spec(other) == spec(node.results[0]) or not find(other, *MOVES):
             continue
-        columns, angles = view.rows(x), view.rows(other)
+        columns, angles = view.rows(numbers.of(x)), view.rows(numbers.of(other))
         for interleaved in (False, True):
             if not np.array_equal(angles, _turn(columns, interleaved)):
                 continue
-            tables = [view.table(t, interleaved) for t in (cos, sin)]
+            tables = [view.table(numbers, t, interleaved) for t in (cos, sin)]
             if all(tables) and tables[0].width == tables[1].width:
                 return view.back(b, b.rope(view.there(b, x), *(t.build(b) for t in tables), interleaved=interleaved))
     return None
@@ -68,12 +69,12 @@ def _by_pair(b, node: Node):
     view = _View.of(node.results[0], pairs=spec(node.operands[0]).shape[-1] == 1)
     if view is None or len(node.operands) != 2 or axis != len(view.shape) - 1:
         return None
-    fits = []
+    numbers, fits = _Numbers(), []
     for first, second, cos, sin in _rotations(*node.operands):
         half = _View.of(first, view.pairs)
         if half is not None and spec(first) == spec(second) == spec(node.operands[0]):
-            tables = [half.table(t) for t in (cos, sin)]
-            source = _source(first, view.flat(np.concatenate([_elements(first), _elements(second)], axis)))
+            tables = [half.table(numbers, t) for t in (cos, sin)]
+            source = _source(numbers, first, view.rows(np.concatenate([numbers.of(first), numbers.of(second)], axis)))
             fits += [(source, first, second, tables)] if all(tables) else []
     if not fits:
         return None
@@ -105,11 +106,11 @@ def _partial(b, node: Node):
     rope = next((n for n in _moves(node.operands[0]) if n.name == "rope"), None)
     if rope is None or rope.attrs["turned"] or part is None or rest is None or not find(node.operands[1], *MOVES):
         return None
-    whole = _View.of(rope.results[0])
-    if not np.array_equal(part.rows(node.operands[0]), whole.rows(rope.results[0])):
+    whole, numbers = _View.of(rope.results[0]), _Numbers()
+    if not np.array_equal(part.rows(numbers.of(node.operands[0])), whole.rows(numbers.of(rope.results[0]))):
         return None
-    wanted = np.concatenate([whole.rows(rope.operands[0]), rest.rows(node.operands[1])], -1)
-    source = _source(node.operands[1], wanted)
+    wanted = [whole.rows(numbers.of(rope.operands[0])), rest.rows(numbers.of(node.operands[1]))]
+    source = _source(numbers, node.operands[1], np.concatenate(wanted, -1))
     if source is None:
         return None
     return view.back(b, b.rope(source.build(b), *rope.operands[1:], **{**rope.attrs, "turned": part.width}))
@@ -127,23 +128,21 @@ def _moves(value: ir.Value) -> Iterator[Node]:
         value = node.operands[0]
 
 
-def _elements(value: ir.Value) -> np.ndarray:
-    """For each element of ``value`` (with ``TOKENS`` tokens) the number of the one that it is, before moves; negative
-    when negated. Numbers of different tensors differ."""
-    roots: dict[ir.Value, int] = {}
+class _Numbers:
+    """Numbers elements: those of one tensor are known from those of another."""
 
-    def follow(v: ir.Value) -> np.ndarray:
-        node = find(v, *MOVES)
+    def __init__(self) -> None:
+        self.starts: dict[ir.Value, int] = {}
+
+    def of(self, value: ir.Value) -> np.ndarray:
+        """For each element of ``value`` (with ``TOKENS`` tokens) the number of the one that it is, before moves;
+        negative when negated."""
+        node = find(value, *MOVES)
         if node is not None:
-            return row(node.name).meaning(node.attrs, *map(follow, node.operands))[0]
-        shape = [TOKENS if isinstance(d, str) else d for d in spec(v).shape]
-        start = roots.setdefault(v, 1 + _START * len(roots))
+            return row(node.name).meaning(node.attrs, *map(self.of, node.operands))[0]
+        shape = [TOKENS if isinstance(d, str) else d for d in spec(value).shape]
+        start = self.starts.setdefault(value, 1 + (len(self.starts) << 40))
         return start + np.arange(np.prod(shape, dtype=np.int64)).reshape(shape)
-
-    return follow(value)
-
-
-_START = 1 << 40
 
 
 def _turn(columns: np.ndarray, interleaved: bool) -> np.ndarray:
@@ -154,12 +153,13 @@ def _turn(columns: np.ndarray, interleaved: bool) -> np.ndarray:
     return np.concatenate([-columns[..., half:], columns[..., :half]], -1)
 
 
-def _source(start: ir.Value, wanted: np.ndarray) -> _Source | None:
+def _source(numbers: _Numbers, start: ir.Value, wanted: np.ndarray) -> _Source | None:
     """Where a tensor [T, H, D] of the elements ``wanted`` is, among those that moves have made ``start`` of."""
     for node in _moves(start):
         for value in node.operands[:1] if node.name in MOVES else ():
             view = _View.of(value)
-            if view and view.count == wanted[0].size and np.array_equal(view.rows(value).reshape(wanted.shape), wanted):
+            if view and view.count == wanted[0].size and np.array_equal(
+                    view.rows(numbers.of(value)).reshape(wanted.shape), wanted):
                 return _Source(view, value, wanted.shape[-1])
     return None
 
@@ -186,11 +186,11 @@ class _View:
 
     @staticmethod
     def of(value: ir.Value, pairs: bool = False) -> _View | None:
-        """None for a tensor without tokens or without elements, or with tokens on the columns' axes."""
+        """None for a tensor without tokens or elements, with tokens on the columns' axes, or not of f32."""
         shape = getattr(spec(value), "shape", ())
         symbols = [i for i, d in enumerate(shape) if isinstance(d, str)]
         columns = 2 if pairs else 1
-        if len(symbols) != 1 or symbols[0] >= len(shape) - columns or 0 in shape:
+        if len(symbols) != 1 or symbols[0] >= len(shape) - columns or 0 in shape or spec(value).dtype != "f32":
             return None
         return _View(shape, symbols[0], pairs)
 
@@ -213,13 +213,9 @@ class _View:
         """Tokens first."""
         return (self.token, *(i for i in range(len(self.plain)) if i != self.token))
 
-    def flat(self, elements: np.ndarray) -> np.ndarray:
-        """[T, H, D] of elements in this shape."""
-        return np.moveaxis(elements, self.token, 0).reshape(TOKENS, -1, self.width)
-
-    def rows(self, value: ir.Value) -> np.ndarray:
-        """The elements of a value of this shape, [T, H, D]."""
-        return self.flat(_elements(value))
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Numbers of elements of this shape, [T, H, D]."""
+        return np.moveaxis(numbers, self.token, 0).reshape(TOKENS, -1, self.width)
 
     def there(self, b, value: ir.Value, width: int = 0) -> ir.Value:
         """A value of this shape as [T, H, D]."""
@@ -234,7 +230,7 @@ class _View:
         value = b.transpose(value, perm=tuple(np.argsort(self.perm).tolist())) if self.token else value
         return _reshaped(b, value, self.shape)
 
-    def table(self, value: ir.Value, interleaved: bool | None = None) -> _Table | None:
+    def table(self, numbers: _Numbers, value: ir.Value, interleaved: bool | None = None) -> _Table | None:
         """A factor of a tensor of this shape as a table [T, D] that all heads share; None if it isn't one. Where both
         columns of every pair are known to have one entry, [T, D/2]."""
         tokens = self.shape[self.token]
@@ -242,7 +238,7 @@ class _View:
             return None
         shape = [TOKENS if isinstance(d, str) else d for d in self.shape]
         try:
-            rows = self.flat(np.broadcast_to(_elements(value), shape))
+            rows = self.rows(np.broadcast_to(numbers.of(value), shape))
         except ValueError:
             return None
         if (rows != rows[:, :1]).any():
@@ -251,7 +247,7 @@ class _View:
         if interleaved is None:
             return whole
         one, other = (columns[:, ::2], columns[:, 1::2]) if interleaved else np.split(columns, 2, -1)
-        return (_neighbours(value, one) if np.array_equal(one, other) else None) or whole
+        return (_neighbours(numbers, value, one) if np.array_equal(one, other) else None) or whole
 
 
 def _reshaped(b, value: ir.Value, shape: tuple[int | str, ...]) -> ir.Value:
@@ -273,14 +269,14 @@ class _Table:
         return flat if self.width == columns else b.slice(flat, starts=(0, self.start), limits=(-1, end), strides=(1, 1))
 
 
-def _neighbours(value: ir.Value, wanted: np.ndarray) -> _Table | None:
+def _neighbours(numbers: _Numbers, value: ir.Value, wanted: np.ndarray) -> _Table | None:
     """The elements ``wanted`` [T, n] as neighbouring columns of the tensor that moves have made ``value`` of."""
     *_, last = _moves(value)
     root = last.operands[0] if last.name in MOVES else last.results[0]
     kind = tuple(d for d in spec(root).shape if d != 1)
     if len(kind) != 2 or not isinstance(kind[0], str) or not isinstance(kind[1], int):
         return None
-    own, width = _elements(root).reshape(TOKENS, -1), wanted.shape[1]
+    own, width = numbers.of(root).reshape(TOKENS, -1), wanted.shape[1]
     starts = (i for i in range(kind[1] - width + 1) if np.array_equal(own[:, i : i + width], wanted))
     start = next(starts, None)
     return None if start is None else _Table(root, start, width)

@@ -142,6 +142,7 @@ class _Body:
         if products:
             y = join(b.sub(b.mul(first, cos), b.mul(second, sin)), b.add(b.mul(second, cos), b.mul(sin, first)))
         else:
+            whole = b.tanh(whole) if flip() and flip() else whole  # another tensor than is turned: no rotation
             y = b.add(b.mul(whole, cos), b.mul(sin, join(b.neg(second), first)))
         y = y if part == WIDTH else b.concat(y, cut(x, 3, part, WIDTH), axis=3)
         y = b.transpose(y, perm=(0, 2, 1, 3)) if turned else y

@@ -350,3 +350,67 @@ module attributes {adaptc.stage = "captured"} {
     return %end : !out
   }
 }
+
+// -----
+
+// RUN: raise_rope
+// DECLINE: what is turned is another tensor's.
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %p = "adaptc.reshape"(%positions) {shape = ["T", 1, 1]} : (!ids) -> !p
+    %pf = "adaptc.cast"(%p) {dtype = "f32"} : (!p) -> !pf
+    %freq = "adaptc.constant"() {dtype = "f32", shape = [8], value = [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]} : () -> tensor<8xf32>
+    %angle = "adaptc.mul"(%pf, %freq) : (!pf, tensor<8xf32>) -> !c
+    %cos = "adaptc.cos"(%angle) : (!c) -> !c
+    %sin = "adaptc.sin"(%angle) : (!c) -> !c
+    %h = "adaptc.reshape"(%x) {shape = ["T", 4, 8]} : (!x) -> !h
+    %z = "adaptc.tanh"(%h) : (!h) -> !h
+    %a = "adaptc.slice"(%z) {limits = [-1, 4, 8], starts = [0, 0, 4], strides = [1, 1, 1]} : (!h) -> !hh
+    %b = "adaptc.slice"(%z) {limits = [-1, 4, 4], starts = [0, 0, 0], strides = [1, 1, 1]} : (!h) -> !hh
+    %na = "adaptc.neg"(%a) : (!hh) -> !hh
+    %turned = "adaptc.concat"(%na, %b) {axis = 2 : i64} : (!hh, !hh) -> !h
+    %l = "adaptc.mul"(%h, %cos) : (!h, !c) -> !h
+    %r = "adaptc.mul"(%turned, %sin) : (!h, !c) -> !h
+    %rot = "adaptc.add"(%l, %r) : (!h, !h) -> !h
+    %y = "adaptc.reshape"(%rot) {shape = ["T", 32]} : (!h) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}
+
+// -----
+
+// RUN: raise_rope
+// Pairs of two tensors: a rope of both, put together.
+// CHECK: "adaptc.concat"
+// CHECK: "adaptc.rope"
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %p = "adaptc.reshape"(%positions) {shape = ["T", 1, 1]} : (!ids) -> !p
+    %pf = "adaptc.cast"(%p) {dtype = "f32"} : (!p) -> !pf
+    %freq = "adaptc.constant"() {dtype = "f32", shape = [4], value = [1.0, 0.5, 0.25, 0.125]} : () -> tensor<4xf32>
+    %angle = "adaptc.mul"(%pf, %freq) : (!pf, tensor<4xf32>) -> !c4
+    %cos = "adaptc.cos"(%angle) : (!c4) -> !c4
+    %sin = "adaptc.sin"(%angle) : (!c4) -> !c4
+    %h = "adaptc.reshape"(%x) {shape = ["T", 4, 8]} : (!x) -> !h
+    %z = "adaptc.tanh"(%h) : (!h) -> !h
+    %a = "adaptc.slice"(%h) {limits = [-1, 4, 4], starts = [0, 0, 0], strides = [1, 1, 1]} : (!h) -> !hh
+    %b = "adaptc.slice"(%z) {limits = [-1, 4, 8], starts = [0, 0, 4], strides = [1, 1, 1]} : (!h) -> !hh
+    %ac = "adaptc.mul"(%a, %cos) : (!hh, !c4) -> !hh
+    %bs = "adaptc.mul"(%sin, %b) : (!c4, !hh) -> !hh
+    %bc = "adaptc.mul"(%b, %cos) : (!hh, !c4) -> !hh
+    %as = "adaptc.mul"(%a, %sin) : (!hh, !c4) -> !hh
+    %first = "adaptc.sub"(%ac, %bs) : (!hh, !hh) -> !hh
+    %second = "adaptc.add"(%bc, %as) : (!hh, !hh) -> !hh
+    %rot = "adaptc.concat"(%first, %second) {axis = 2 : i64} : (!hh, !hh) -> !h
+    %y = "adaptc.reshape"(%rot) {shape = ["T", 32]} : (!h) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}
