@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from adaptc.errors import AdaptcError, DamagedFileError, InputError, OptionError, RequestError
+from adaptc.errors import AdaptcError, DamagedFileError, InputError, OptionError, RequestError, one_of
 from adaptc.options import CHOICES, CompileOptions
 
 
@@ -70,6 +70,44 @@ def _help_of(name: str) -> str:
     return " ".join(text)
 
 
+def _pass_options(function):
+    """--print-after and --time-passes: what passes do, on stderr."""
+    for option in (
+        click.option("--time-passes", is_flag=True, help="Print what each pass took to stderr."),
+        click.option("--print-after", default="",
+                     help="Print the program after these passes (names separated by commas, or all) to stderr."),
+    ):
+        function = option(function)
+    return function
+
+
+class _PassLog:
+    """Called after each pass; prints what --print-after and --time-passes ask for."""
+
+    def __init__(self, print_after: str, time_passes: bool):
+        from adaptc.passes import names
+
+        self.shown, self.timed, self.times = _names(print_after), time_passes, []
+        for name in self.shown:
+            if name not in ("all", *names()):
+                raise one_of("pass", name, ("all", *names()))
+
+    def __call__(self, program, done) -> None:
+        self.times.append(done)
+        if done.name in self.shown or "all" in self.shown:
+            click.echo(f"// after {done.name}\n{program.text()}", err=True)
+
+    def close(self) -> None:
+        from adaptc import report
+
+        if self.timed:
+            click.echo(report.times_text(self.times), err=True)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 class _Bars:
     """Progress on stderr: one line that is redrawn on a terminal, nothing elsewhere."""
 
@@ -91,15 +129,19 @@ class _Bars:
 @click.option("--goldens", type=click.Path(path_type=Path), help="A file made by `adaptc golden`, to keep inside.")
 @click.option("--force", is_flag=True, help="Replace an artifact; it stays loadable until the new one is done.")
 @click.option("--workers", type=int, default=None, help="Processes that compile kernels. [default: one a core]")
+@_pass_options
 @_compile_options
 @_as_json
-def compile_command(model, target, output, from_ir, goldens, force, workers, as_json, **options) -> None:
-    """Compiles MODEL: a GGUF file, a Hugging Face directory, or a hub id."""
+def compile_command(model, target, output, from_ir, goldens, force, workers, print_after, time_passes, as_json,
+                    **options) -> None:
+    """Compiles MODEL: a GGUF file, a Hugging Face directory, or a hub id. Passes run once, whatever the levels."""
     from adaptc.driver import compile_model
     from adaptc.report import compile_text
 
+    log = _PassLog(print_after, time_passes)
     report = compile_model(model, target, output=output, from_ir=from_ir, goldens=goldens, force=force,
-                           workers=workers, progress=_Bars(as_json), **options)
+                           workers=workers, progress=_Bars(as_json), after=log, **options)
+    log.close()
     click.echo(json.dumps(report.to_dict(), indent=1) if as_json else compile_text(report))
 
 
@@ -246,25 +288,17 @@ def coverage(ctx, model, target, as_json, **options) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--passes", default="", help="Names of passes, separated by commas, to run in this order.")
 @click.option("--to", "stage", default="", help="Instead of --passes: run the pipeline up to this stage.")
-@click.option("--print-after", default="", help="Print the program after these passes (names, or all) to stderr.")
-@click.option("--time-passes", is_flag=True, help="Print what each pass took to stderr.")
+@_pass_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Where to write it. [default: standard output]")
 @click.option("--target", default="cpu", show_default=True, help="Target whose backend passes ask.")
 @_compile_options
 def opt(file, passes, stage, print_after, time_passes, output, target, **options) -> None:
     """Runs passes on FILE, a stage printed by `inspect --ir`, and prints what they make of it."""
-    from adaptc import driver, report
+    from adaptc import driver
 
-    shown = print_after.split(",") if print_after else []
-
-    def after(program, done) -> None:
-        if done.name in shown or "all" in shown:
-            click.echo(f"// after {done.name}\n{program.text()}", err=True)
-
-    chosen = [name.strip() for name in passes.split(",") if name.strip()]
-    program, times = driver.optimise(file, chosen, stage, target, after, **options)
-    if time_passes:
-        click.echo(report.times_text(times), err=True)
+    log = _PassLog(print_after, time_passes)
+    program = driver.optimise(file, _names(passes), stage, target, log, **options)
+    log.close()
     if output is None:
         click.echo(program.text(), nl=False)
     else:

@@ -16,7 +16,7 @@ from adaptc.options import CompileOptions
 
 if TYPE_CHECKING:
     from adaptc.ir.module import Program
-    from adaptc.passes.pipeline import After, PassTime
+    from adaptc.passes.pipeline import After
     from adaptc.plan import Plan
     from adaptc.planner.coverage import CoverageRow
     from adaptc.planner.profile import ProfileRow
@@ -41,8 +41,8 @@ COVERAGE_TOKENS = 1
 @dataclass
 class CompileReport:
     """What a compile did. ``seconds`` by stage; ``conversion_errors`` relative RMS error by tensor whose format was
-    changed; ``format_notes`` why a weight hasn't the chosen format; ``left_out`` which tensors of the files nothing
-    reads, and why; ``clones`` why a body stands more than once."""
+    changed; ``format_notes`` why a weight hasn't the chosen format, or merged maps were parted over theirs; ``left_out``
+    which tensors of the files nothing reads, and why; ``clones`` why a body stands more than once."""
 
     output: str
     model: str
@@ -76,13 +76,14 @@ def _silent(what: str, done: int, total: int) -> None:
 def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
                   from_ir: str | os.PathLike | None = None, goldens: str | os.PathLike | None = None,
                   force: bool = False, workers: int | None = None, progress: Progress = _silent,
-                  **options: Any) -> CompileReport:
+                  after: "After | None" = None, **options: Any) -> CompileReport:
     """Compiles ``model`` (a GGUF file, a Hugging Face directory, a hub id, or a transformers module in memory) for
     ``target`` into ``output``.
 
     from_ir   a printed stage to start from instead of the captured graph; weights and tokenizer come from ``model``
     goldens   a file made by ``adaptc golden``, stored in the artifact
     workers   processes that compile kernels; they change no byte of the result
+    after     called with the program after each pass; passes run once, whatever the levels
     options   fields of ``adaptc.options.CompileOptions``
 
     Returns a CompileReport. Raises AdaptcError; then there is no output, and an old one with ``force`` is untouched.
@@ -114,7 +115,7 @@ def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
             captured = given if given.stage == "captured" else captured
         progress("capture", 1, 1)
     with report.timed("passes"):
-        programs = setup.lower(given or captured, "lowered")
+        programs = setup.lower(given or captured, "lowered", after)
     with report.timed("plan"):
         plan, kernels = setup.plan(programs["lowered"])
     with report.timed("kernels"):
@@ -145,9 +146,9 @@ def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> "
 
 
 def optimise(path: str | os.PathLike, passes: Sequence[str] = (), to: str = "", target: str = "cpu",
-             after: "After | None" = None, **options: Any) -> "tuple[Program, tuple[PassTime, ...]]":
-    """The program of a printed stage after ``passes`` (names), or taken to the stage ``to`` by the pipeline; and what
-    each pass took. ``after`` is called with the program after each pass."""
+             after: "After | None" = None, **options: Any) -> "Program":
+    """The program of a printed stage after ``passes`` (names), or taken to the stage ``to`` by the pipeline. ``after``
+    is called with the program after each pass, and what it took."""
     from adaptc.passes.pipeline import lower_to, passes_named, run_passes
 
     if bool(passes) == bool(to):
@@ -158,11 +159,10 @@ def optimise(path: str | os.PathLike, passes: Sequence[str] = (), to: str = "", 
     program = _parse_stage(path)
     setup = _Setup.of(target, chosen)
     rest = (setup.pass_options(program), setup.codegen, setup.target.key_block)
-    hook = {"after": after} if after else {}
     if to:
-        lowered = lower_to(program, to, *rest, **hook)
-        return lowered.last, lowered.times
-    return program, run_passes(program, passes_named(passes, *rest), **hook)
+        return lower_to(program, to, *rest, after).last
+    run_passes(program, passes_named(passes, *rest), after)
+    return program
 
 
 def write_text(path: Path, text: str) -> None:
@@ -266,13 +266,13 @@ class _Setup:
         """What the passes are told: the context as a number of tokens."""
         return replace(self.options, max_context=self.context(program))
 
-    def lower(self, program: "Program", stage: str) -> "dict[str, Program]":
+    def lower(self, program: "Program", stage: str, after: "After | None" = None) -> "dict[str, Program]":
         """The program in every stage from its own to ``stage``; from a later one than ``laid_out``, that too."""
         from adaptc.ir.lowered import laid_out
         from adaptc.passes.pipeline import lower_to
 
         options, key_block = self.pass_options(program), self.target.key_block
-        programs = lower_to(program, stage, options, self.codegen, key_block).programs
+        programs = lower_to(program, stage, options, self.codegen, key_block, after).programs
         if program.stage == "lowered":
             programs["laid_out"] = laid_out(program)
             again = lower_to(programs["laid_out"], stage, options, self.codegen, key_block).last

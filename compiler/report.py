@@ -129,7 +129,7 @@ def compile_text(report) -> str:
     if report.clones:
         parts.append("Bodies cloned\n" + "\n".join(f"  {why}" for why in report.clones))
     if report.format_notes:
-        parts.append("Formats kept\n" + "\n".join(f"  {note}" for note in report.format_notes))
+        parts.append("Formats and merges that aren't as chosen\n" + "\n".join(f"  {note}" for note in report.format_notes))
     if report.left_out:
         parts.append("Tensors left out\n" + "\n".join(f"  {note}" for note in report.left_out))
     if report.conversion_errors:

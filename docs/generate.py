@@ -61,7 +61,8 @@ def passes() -> str:
     from adaptc.passes.base import PROPERTIES
 
     parts = ["# Passes", NOTE,
-             "In the order of `passes/pipeline.py`. `adaptc opt FILE.mlir --passes NAME,NAME` runs some of them, `--to STAGE` those up to a stage."]
+             "In the order of `passes/pipeline.py`. `adaptc opt FILE.mlir --passes NAME,NAME` runs some of them, `--to STAGE` those up to a stage.",
+             "`opt` and `compile` take `--print-after NAME,NAME` (or `all`) and `--time-passes`; a compile runs each pass once, whatever the levels."]
     for function in (pipeline.fusion, pipeline.layout, pipeline.lowering):
         stages, _, rest = _summary(function.__doc__).partition(": ")
         lines = [f"## {stages}", "", rest[:1].upper() + rest[1:], "", "| pass | what | why here | requires | ensures |", "|---|---|---|---|---|"]

@@ -39,6 +39,12 @@ def _same_type(b, node: Node):
     return None
 
 
+def _empty(b, node: Node):
+    """A concat doesn't need operands without elements."""
+    full = [v for v in node.operands if spec(v).shape[node.attrs["axis"]] != 0]
+    return b.concat(*full, axis=node.attrs["axis"]) if 0 < len(full) < len(node.operands) else None
+
+
 def _square(b, node: Node):
     """pow(x, 2) → x·x"""
     return b.mul(node.operands[0], node.operands[0]) if scalar(node.operands[1]) == 2 else None
@@ -176,7 +182,7 @@ RULES = {
     "cast": (_same_type,),
     "broadcast": (_same_type,),
     "slice": (_same_type,),
-    "concat": (_same_type,),
+    "concat": (_empty, _same_type),
     "pad": (_same_type,),
     "reshape": (_same_type, _view_of_view, _reshape_of_transpose),
     "transpose": (_view_of_view, _unit_transpose),

@@ -12,9 +12,9 @@ from adaptc.ops.elementwise import UNARY
 
 @dataclass(frozen=True)
 class FuseGatedLinear:
-    """act(x·gateᵀ) · (x·upᵀ) → gated_linear, for any unary activation of the table.
+    """act(x·gateᵀ [+ bias]) · (x·upᵀ [+ bias]) → gated_linear, for any unary activation of the table.
 
-    Declined: projections with a bias, of different inputs or shapes, or whose results are used elsewhere.
+    Declined: projections of different inputs or shapes, or whose results are used elsewhere.
     """
 
     name: ClassVar[str] = "fuse_gated_linear"
@@ -32,7 +32,7 @@ def _fuse(b, node: Node):
         if gate is None or up is None or gate == up:
             continue
         alone = all(used_once(n.results[0]) for n in (act, gate, up))
-        plain = len(gate.operands) == len(up.operands) == 2 and gate.operands[0] == up.operands[0]
-        if alone and plain and gate.operands[1].type == up.operands[1].type:
-            return b.gated_linear(gate.operands[0], gate.operands[1], up.operands[1], act=act.name)
+        alike = gate.operands[0] == up.operands[0] and gate.operands[1].type == up.operands[1].type
+        if alone and alike:
+            return b.gated_linear(*gate.operands, *up.operands[1:], act=act.name)
     return None

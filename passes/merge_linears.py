@@ -13,8 +13,8 @@ from adaptc.ir.rewrite import Node, defined_before, nodes
 
 @dataclass(frozen=True)
 class MergeLinears:
-    """linear(x, a), linear(x, b), … → linears(x, a, b, …), whatever the weights' formats. Declined: a bias, and
-    weights that aren't known yet where the first of them stands."""
+    """linear(x, a), linear(x, b, bias), … → linears(x, a, b, bias, …), whatever the weights' formats and with or
+    without biases. Declined: weights or biases that aren't known yet where the first of them stands."""
 
     name: ClassVar[str] = "merge_linears"
     requires: ClassVar[tuple[str, ...]] = ("captured",)
@@ -25,7 +25,7 @@ class MergeLinears:
             for function in program.functions().values():
                 groups: dict[ir.Value, list[Node]] = {}
                 for node in nodes(function):
-                    if node.name == "linear" and len(node.operands) == 2:
+                    if node.name == "linear":
                         groups.setdefault(node.operands[0], []).append(node)
                 for members in groups.values():
                     _merge(members)
@@ -33,9 +33,9 @@ class MergeLinears:
 
 def _merge(members: list[Node]) -> None:
     first = members[0]
-    fit = [n for n in members if defined_before(n.operands[1], first)]
+    fit = [n for n in members if all(defined_before(v, first) for v in n.operands[1:])]
     if len(fit) < 2:
         return
-    results = first.builder().linears(first.operands[0], *(n.operands[1] for n in fit))
+    results = first.builder().linears(first.operands[0], *(v for n in fit for v in n.operands[1:]))
     for node, result in zip(fit, results):
         node.replace(result)

@@ -15,7 +15,7 @@ from adaptc.passes.bind_transposes import BindTransposes
 from adaptc.passes.clean_up import CleanUp
 from adaptc.passes.decompose import Decompose
 from adaptc.passes.drop_unit_dims import DropUnitDims
-from adaptc.passes.fuse_add_rms_norm import FuseAddRmsNorm
+from adaptc.passes.fuse_add_norm import FuseAddNorm
 from adaptc.passes.fuse_gated_linear import FuseGatedLinear
 from adaptc.passes.group_elementwise import GroupElementwise
 from adaptc.passes.hoist_weight_math import HoistWeightMath
@@ -24,6 +24,7 @@ from adaptc.passes.merge_linears import MergeLinears
 from adaptc.passes.plan_memory import PlanMemory
 from adaptc.passes.push_views import PushViews
 from adaptc.passes.quantize_activations import QuantizeActivations
+from adaptc.passes.raise_layer_norm import RaiseLayerNorm
 from adaptc.passes.raise_rms_norm import RaiseRmsNorm
 from adaptc.passes.raise_rope import RaiseRope
 from adaptc.passes.select_kernels import SelectKernels
@@ -50,6 +51,8 @@ def fusion() -> tuple[Pass, ...]:
         # bigger patterns are made of smaller ones: norms from arithmetic before views move, as a view that splits the
         # normalised axis would pass the arithmetic and tear it apart, but doesn't pass a norm
         RaiseRmsNorm(),
+        # a layer norm is the norm of what is left when the mean is taken off
+        RaiseLayerNorm(),
         # hoisting left arguments unused; results that are arguments go before shapes at boundaries are changed
         TrimSignatures(),
         # boundaries first, then the insides: views can cancel only against those that stand at the boundaries
@@ -61,7 +64,7 @@ def fusion() -> tuple[Pass, ...]:
         PushViews(),
         # takes gate and up out of the linears of one input, before the rest of these are merged
         FuseGatedLinear(),
-        FuseAddRmsNorm(),
+        FuseAddNorm(),
         # before merging: which maps share an input can change when some of them need only the sampled rows
         SinkSampledRows(),
         MergeLinears(),
@@ -124,10 +127,6 @@ After = Callable[[Program, PassTime], None]
 """Called after each pass with what it has made of the program."""
 
 
-def _ignore(program: Program, time: PassTime) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Lowered:
     """A program at every stage that was reached (the given one included), and what the passes took."""
@@ -150,7 +149,7 @@ def passes_named(names: Sequence[str], options: CompileOptions = CompileOptions(
     return tuple(known[name] for name in names)
 
 
-def run_passes(program: Program, passes: Sequence[Pass], after: After = _ignore, stage: str = "",
+def run_passes(program: Program, passes: Sequence[Pass], after: After | None = None, stage: str = "",
                ) -> tuple[PassTime, ...]:
     """Runs passes on a program in place. LegalityError when one broke a rule."""
     times = []
@@ -158,12 +157,13 @@ def run_passes(program: Program, passes: Sequence[Pass], after: After = _ignore,
         start = time.perf_counter()
         run_pass(program, one)
         times.append(PassTime(stage or program.stage, one.name, time.perf_counter() - start))
-        after(program, times[-1])
+        if after:
+            after(program, times[-1])
     return tuple(times)
 
 
 def lower_to(program: Program, stage: str, options: CompileOptions = CompileOptions(), codegen: Codegen | None = None,
-             key_block: int = 16, after: After = _ignore) -> Lowered:
+             key_block: int = 16, after: After | None = None) -> Lowered:
     """Takes a program from whatever stage it is in to ``stage``. The given program isn't changed; those of different
     stages share nothing, and each is made from the printed text of the one before. From the laid-out stage on,
     ``options.max_context`` must be a number of tokens.

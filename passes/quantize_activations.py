@@ -10,7 +10,7 @@ from torch_mlir import ir
 from adaptc.errors import one_of
 from adaptc.ir.module import Program
 from adaptc.ir.rewrite import Node, nodes, remove_dead, spec
-from adaptc.ops.dense import QUANTIZABLE
+from adaptc.ops.dense import QUANTIZABLE, linear_maps
 from adaptc.options import CHOICES
 
 GROUP = 32
@@ -20,8 +20,8 @@ GROUP = 32
 @dataclass(frozen=True)
 class QuantizeActivations:
     """With "int8", one ``quantize`` for each input of linear maps whose weights have integer codes. Maps of one input
-    that were merged over integer and float weights are parted; float weights keep the float input. The choice
-    is kept in the fact "activations"."""
+    that were merged over integer and float weights are parted; float weights keep the float input, as do gate and up
+    of which one is float. The fact "format_notes" says where. The choice is kept in the fact "activations"."""
 
     activations: str = "f32"
     name: ClassVar[str] = "quantize_activations"
@@ -34,16 +34,22 @@ class QuantizeActivations:
         program.set_fact("activations", self.activations)
         if self.activations == "f32":
             return
+        notes: list[str] = []
         with program.editing():
             for function in program.functions().values():
                 for node in nodes(function):
-                    if _quantizable(node) and node.name == "linears" and len(set(map(_integer, _matrices(node)))) == 2:
-                        _part(node)
+                    if _quantizable(node) and len(set(map(_integer, _matrices(node)))) == 2:
+                        notes.append(_mixed(node, function))
+                        if node.name == "linears":
+                            _part(node)
                 made: dict[ir.Value, tuple] = {}
                 for node in nodes(function):
                     if _quantizable(node) and all(map(_integer, _matrices(node))):
                         _quantize(node, made)
                 remove_dead(function)
+        known = program.fact("format_notes", ())
+        if new := tuple(note for note in notes if note not in known):
+            program.set_fact("format_notes", known + new)
 
 
 def _integer(weight: ir.Value) -> bool:
@@ -64,14 +70,23 @@ def _matrices(node: Node) -> list[ir.Value]:
 
 
 def _part(node: Node) -> None:
-    x, *weights = node.operands
+    x, *rest = node.operands
     b = node.builder()
+    maps = linear_maps(rest, b.rank)
     results: dict[int, ir.Value] = {}
     for kind in (True, False):
-        places = [i for i, w in enumerate(weights) if _integer(w) == kind]
-        made = b.op("linears" if len(places) > 1 else "linear", x, *(weights[i] for i in places))
+        places = [i for i, (weight, *_) in enumerate(maps) if _integer(weight) == kind]
+        made = b.op("linears" if len(places) > 1 else "linear", x, *(v for i in places for v in maps[i]))
         results.update(zip(places, made if isinstance(made, tuple) else (made,)))
-    node.replace(*(results[i] for i in range(len(weights))))
+    node.replace(*(results[i] for i in range(len(maps))))
+
+
+def _mixed(node: Node, function) -> str:
+    """A sentence for the report about maps of one input that integer arithmetic can't take together."""
+    formats = ", ".join(stored.name if (stored := spec(w).format) else spec(w).dtype for w in _matrices(node))
+    what = "are parted" if node.name == "linears" else "keep a float32 input"
+    return (f"the merged maps of module {node.source or '<root>'} in @{function.name.value} {what}: their weights are "
+            f"stored as {formats}, and only integer weights take an int8 input.")
 
 
 def _quantize(node: Node, made: dict[ir.Value, tuple]) -> None:

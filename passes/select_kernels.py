@@ -32,7 +32,7 @@ class SelectKernels:
                     selection = self.codegen.select(spec)
                     if selection is None:
                         raise MissingOperatorError(
-                            f"backend {self.codegen.name!r} has no kernel for {spec.op} in module {source_of(op)}.",
+                            f"backend {self.codegen.name!r} has no kernel for {spec.op} in module {source_of(op) or '<root>'}.",
                             hint="The laid-out program was made for another backend: start from an earlier stage.",
                         )
                     uses, scratch = selection.uses, selection.scratch

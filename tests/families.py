@@ -207,6 +207,55 @@ def compile_family(folder: Path, out: Path, **options: Any):
                           **{"page_size": PAGE, "max_step_tokens": 48, "max_requests": 4} | options)
 
 
+def keep_leftovers(found: list[str]):
+    """For ``compile_family``'s ``after``: adds the ``leftovers`` of the fused program to ``found``."""
+
+    def after(program, done) -> None:
+        if (done.stage, done.name) == ("fused", "group_elementwise"):
+            found.extend(leftovers(program))
+
+    return after
+
+
+def leftovers(fused) -> list[str]:
+    """What the fused form of a program still has of patterns that passes raise: the arithmetic of norms, rotations
+    that aren't rope's (something else reads what was made of a cosine or sine), and maps of one input that aren't one
+    operator."""
+    from adaptc.ir.module import callee
+    from adaptc.ir.rewrite import nodes
+
+    found: list[str] = []
+
+    def walk(function, angles: set) -> set[int]:
+        """Results of a function that are made of ``angles``, which are among its arguments."""
+        maps: dict = {}
+        for node in nodes(function):
+            rows = [(row[0], dict(row[2])) for row in node.attrs["body"]] if node.name == "group" else (
+                [(node.name, node.attrs)] if node.row else [])
+            for name, attrs in rows:
+                if name in ("sqrt", "rsqrt") or attrs.get("kind") == "mean":
+                    found.append(f"{name} in module {node.source}")
+            if node.name == "linear":
+                if node.operands[0] in maps:
+                    found.append(f"linear in module {node.source}, beside that of {maps[node.operands[0]]}")
+                maps[node.operands[0]] = node.source
+            read = [v in angles for v in node.operands]
+            if node.name == "func.call":
+                callees = fused.functions()[callee(node.op)]
+                inner = {a for a, has in zip(callees.entry_block.arguments, read) if has}
+                angles |= {node.results[i] for i in walk(callees, inner)}
+            elif node.name == "func.return":
+                return {i for i, has in enumerate(read) if has}
+            elif any(name in ("cos", "sin") for name, _ in rows) or (any(read) and node.name != "rope"):
+                angles |= set(node.results)
+                if node.name in ("attention", "linear", "linears"):
+                    found.append(f"{node.name} in module {node.source} reads what no rope has turned")
+        return set()
+
+    walk(fused.step, set())
+    return sorted(set(found))
+
+
 def main(names: list[str], seeds: int) -> int:
     failed = 0
     for name in names or FAMILIES:
@@ -215,13 +264,14 @@ def main(names: list[str], seeds: int) -> int:
             try:
                 for seed in range(seeds):
                     folder = write(Path(place) / f"{name}-{seed}", name, seed)
-                    report = compile_family(folder, Path(place) / f"{seed}.adapt")
+                    left: list[str] = []
+                    report = compile_family(folder, Path(place) / f"{seed}.adapt", after=keep_leftovers(left))
                     result = check(folder, Path(place) / f"{seed}.adapt", seed)
                     good = result.worst <= TOLERANCE and result.same and result.near <= 0.05
                     failed += not good
                     lowered = [r.op for r in report.coverage if r.status.startswith("decomposed")]
                     print(f"{'ok  ' if good else 'FAIL'} {name:12} {result} {time.perf_counter() - start:.1f}s "
-                          f"{lowered or ''}", flush=True)
+                          f"{lowered or ''} {left or ''}", flush=True)
             except Exception as error:
                 failed += 1
                 where = traceback.extract_tb(error.__traceback__)[-1]

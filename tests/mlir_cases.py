@@ -4,6 +4,7 @@ A file is a prelude of type aliases and cases separated by ``// -----``. In a ca
 
     // RUN: name             the pass (file, class and test share the name)
     // OPTIONS: k=v …        fields of the pass, as Python literals
+    // LACKS: name …         operators that the backend it asks lacks (FakeCodegen; without this line it has all)
     // CHECK: text           the printed result has this text, after the previous match
     // CHECK-NEXT: text      … on the line after the previous match
     // CHECK-SAME: text      … on the line of the previous match
@@ -19,8 +20,10 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+
+from fake_codegen import FakeCodegen
 
 FOLDER = Path(__file__).parent / "passes"
 
@@ -59,7 +62,10 @@ def pass_class(name: str):
 
 def build(case: Case):
     options = dict(item.split("=") for item in (case.get("OPTIONS") or "").split())
-    return pass_class(case.get("RUN"))(**{k: ast.literal_eval(v) for k, v in options.items()})
+    found, codegen = pass_class(case.get("RUN")), FakeCodegen(*(case.get("LACKS") or "").split())
+    asked = {"codegen": codegen, "supports": lambda spec: codegen.select(spec) is not None}
+    backend = {f.name: asked[f.name] for f in fields(found) if f.name in asked}
+    return found(**backend, **{k: ast.literal_eval(v) for k, v in options.items()})
 
 
 def check(case: Case, text: str) -> None:

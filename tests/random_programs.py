@@ -22,7 +22,7 @@ from adaptc.ir.module import Program, StateSlot, Weight
 from adaptc.ops.table import table
 from adaptc.protocol import StateSpec, TensorSpec
 
-VOCABULARY, HIDDEN, HEADS, WIDTH = 12, 8, 2, 4
+VOCABULARY, HIDDEN, HEADS, WIDTH = 12, 32, 2, 16
 UNBOUNDED = {"exp", "log", "sqrt", "rsqrt", "reciprocal", "div", "pow", "compare", "select", "cast", "group"}
 """Elementwise operators whose results leave the range of ordinary numbers on some inputs, or that need other types."""
 
@@ -42,8 +42,9 @@ def elementwise(arity: int) -> list[str]:
 class _Body:
     """One body while it is written: the values at hand, and the weights that it wants."""
 
-    def __init__(self, draw: Draw, b: Builder, x, weight: Callable[[tuple[int, ...]], Any], attend: Callable):
-        self.draw, self.b, self.weight, self.attend = draw, b, weight, attend
+    def __init__(self, draw: Draw, b: Builder, x, positions, weight: Callable[[tuple[int, ...]], Any],
+                 attend: Callable):
+        self.draw, self.b, self.positions, self.weight, self.attend = draw, b, positions, weight, attend
         self.hidden = x  # always f32 [1, T, HIDDEN], as captured programs pass tokens
         self.values = [x]
 
@@ -57,7 +58,7 @@ class _Body:
 
     def step(self) -> None:
         self.draw(st.sampled_from([self.unary, self.binary, self.linear, self.norm, self.gated, self.residual,
-                                   self.views, self.scale, self.attention, self.reduce, self.joined]))()
+                                   self.views, self.scale, self.attention, self.reduce, self.joined, self.rope]))()
 
     def unary(self) -> None:
         self.keep(self.b.op(self.draw(st.sampled_from(elementwise(1))), self.pick()))
@@ -77,7 +78,8 @@ class _Body:
         return self.b.reshape(self.hidden, shape=("T", HIDDEN))
 
     def _map(self, x, out: int):
-        return self.b.linear(x, self.weight((out, self.b.shape(x)[1])))
+        bias = [self.weight((out,))] if self.draw(st.booleans()) else []
+        return self.b.linear(x, self.weight((out, self.b.shape(x)[1])), *bias)
 
     def linear(self) -> None:
         """One or several maps of one input, as q, k, v are."""
@@ -93,14 +95,58 @@ class _Body:
         self.keep(self.b.reshape(down, shape=(1, "T", HIDDEN)))
 
     def norm(self) -> None:
-        """Written out, in one of the ways that authors write it."""
-        b, x = self.b, self.hidden
-        square = b.pow(x, b.scalar(2.0)) if self.draw(st.booleans()) else b.mul(x, x)
-        mean = b.reduce(square, kind="mean", axes=(2,), keepdims=True)
-        y, weight = b.mul(x, b.rsqrt(b.add(mean, b.scalar(1e-5)))), self.weight((HIDDEN,))
-        if self.draw(st.booleans()):
-            weight = b.add(weight, b.scalar(1.0))
-        self.keep(b.mul(*((y, weight) if self.draw(st.booleans()) else (weight, y))))
+        """Written out, in one of the ways that authors write it: with or without the mean, a weight and a bias."""
+        b, x, flip = self.b, self.hidden, lambda: self.draw(st.booleans())
+        mean = lambda v: b.reduce(v, kind="mean", axes=(2,), keepdims=True)  # noqa: E731
+        x = b.sub(x, mean(x)) if flip() else x
+        variance = b.add(mean(b.pow(x, b.scalar(2.0)) if flip() else b.mul(x, x)), b.scalar(1e-3))
+        y = b.mul(x, b.rsqrt(variance)) if flip() else b.div(x, b.sqrt(variance))
+        if flip():
+            weight = self.weight((HIDDEN,))
+            weight = b.add(weight, b.scalar(1.0)) if flip() else weight
+            y = b.mul(*((y, weight) if flip() else (weight, y)))
+            y = b.add(y, self.weight((HIDDEN,))) if flip() else y
+        self.keep(y)
+
+    def rope(self) -> None:
+        """A rotation of all heads or a part of each, in one of the ways that authors write it: halves or neighbours
+        are pairs, their products are taken one by one or x is turned as a whole, heads come before tokens or after."""
+        b, flip = self.b, lambda: self.draw(st.booleans())
+        pairs, products, turned, part = flip(), flip(), flip(), self.draw(st.sampled_from([WIDTH, WIDTH // 2]))
+        half = part // 2
+        x = b.reshape(self.hidden, shape=(1, "T", HEADS, WIDTH))
+        x = b.transpose(x, perm=(0, 2, 1, 3)) if turned else x
+        lead = b.shape(x)[:-1]
+
+        def cut(v, axis: int, low: int, high: int, step: int = 1):
+            shape = b.shape(v)
+            return b.slice(v, starts=tuple(low if i == axis else 0 for i in range(len(shape))), strides=tuple(
+                step if i == axis else 1 for i in range(len(shape))), limits=tuple(
+                high if i == axis else -1 if isinstance(d, str) else d for i, d in enumerate(shape)))
+
+        table = half if products else part
+        frequency = b.constant(value=tuple(0.5**i for i in range(table)), shape=(table,))
+        places = b.reshape(b.cast(self.positions, dtype="f32"), shape=(1, 1, "T", 1) if turned else (1, "T", 1, 1))
+        angle = b.mul(places, frequency)
+        cos, sin = b.cos(angle), b.sin(angle)
+        whole = x if part == WIDTH else cut(x, 3, 0, part)
+        first, second = ((cut(whole, 3, 0, part, 2), cut(whole, 3, 1, part, 2)) if pairs
+                         else (cut(whole, 3, 0, half), cut(whole, 3, half, part)))
+
+        def join(a, c):
+            if not pairs:
+                return b.concat(a, c, axis=3)
+            return b.reshape(b.concat(*(b.reshape(v, shape=(*lead, half, 1)) for v in (a, c)), axis=4),
+                             shape=(*lead, part))
+
+        if products:
+            y = join(b.sub(b.mul(first, cos), b.mul(second, sin)), b.add(b.mul(second, cos), b.mul(sin, first)))
+        else:
+            whole = b.tanh(whole) if flip() and flip() else whole  # another tensor than is turned: no rotation
+            y = b.add(b.mul(whole, cos), b.mul(sin, join(b.neg(second), first)))
+        y = y if part == WIDTH else b.concat(y, cut(x, 3, part, WIDTH), axis=3)
+        y = b.transpose(y, perm=(0, 2, 1, 3)) if turned else y
+        self.keep(b.reshape(y, shape=(1, "T", HIDDEN)))
 
     def residual(self) -> None:
         fits = [v for v in self.values if self.b.shape(v) == (1, "T", HIDDEN)]
@@ -121,7 +167,7 @@ class _Body:
     def joined(self) -> None:
         """Rope's halves: sliced apart, turned, put together."""
         b, x = self.b, self.hidden
-        half = self.draw(st.sampled_from([2, 4]))
+        half = self.draw(st.sampled_from([HIDDEN // 4, HIDDEN // 2]))
         cut = lambda lo, hi: b.slice(x, starts=(0, 0, lo), limits=(1, -1, hi), strides=(1, 1, 1))  # noqa: E731
         self.keep(b.concat(b.neg(cut(half, HIDDEN)), cut(0, half), axis=2))
 
@@ -161,7 +207,7 @@ def program(draw: Draw) -> Program:
             return b.attention(q, k, v, block.arguments[1], block.arguments[2], block.arguments[3],
                                scaling=0.5, window=state.window)
 
-        writer = _Body(draw, b, block.arguments[0], weight, attend)
+        writer = _Body(draw, b, block.arguments[0], block.arguments[1], weight, attend)
         for _ in range(steps):
             writer.step()
         func.ReturnOp([b.add(writer.hidden, b.tanh(writer.hidden))], ip=ir.InsertionPoint(block))
@@ -209,4 +255,4 @@ def meaning(p: Program, weights) -> np.ndarray:
 
 def values(p: Program) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {name: (rng.standard_normal(w.spec.shape) * 0.5).astype(np.float32) for name, w in p.weights().items()}
+    return {name: (rng.standard_normal(w.spec.shape) * 0.25).astype(np.float32) for name, w in p.weights().items()}

@@ -60,6 +60,24 @@ def test_passes_run_by_name_and_in_order(captured, tmp_path):
     assert (tmp_path / "fused.mlir").read_text() == every.stdout
 
 
+def test_compile_shows_its_passes_once_whatever_the_levels(model, artifact, tmp_path):
+    """The program is the same for all levels; printing it changes no byte of the artifact."""
+    flags = ("--max-step-tokens", 16, "--print-after", "raise_rope, plan_memory", "--time-passes")
+    one = adaptc_("compile", model, "-o", tmp_path / "one.adapt", *flags)
+    assert [line for line in one.stderr.splitlines() if line.startswith("// after ")] == [
+        "// after raise_rope", "// after plan_memory"]
+    assert '"adaptc.rope"' in one.stderr and "adaptc.arena_bytes" in one.stderr
+    times = [line.split() for line in one.stderr.splitlines() if line.startswith(("fused ", "lowered "))]
+    assert [(stage, name) for stage, name, _ in times if name in ("raise_rope", "plan_memory")] == [
+        ("fused", "raise_rope"), ("lowered", "plan_memory")]
+    files = sorted(path.relative_to(artifact) for path in artifact.rglob("*") if path.is_file())
+    assert all((tmp_path / "one.adapt" / name).read_bytes() == (artifact / name).read_bytes() for name in files)
+    two = adaptc_("compile", model, "-o", tmp_path / "two.adapt", "--level", "x86-64-v2,x86-64-v3", *flags)
+    assert two.stderr.count("// after ") == 2
+    done = adaptc_("compile", model, "-o", tmp_path / "x.adapt", "--print-after", "fuse", code=2)
+    assert "unknown pass 'fuse'; valid values are: all, " in done.stderr and not (tmp_path / "x.adapt").exists()
+
+
 def test_opt_takes_a_stage_where_inspect_does(captured, model):
     for stage, flags in (("fused", ()), ("lowered", ("--weights", "int8", "--page-size", "8"))):
         wanted = adaptc_("inspect", model, "--ir", stage, *flags).stdout
@@ -113,6 +131,27 @@ def test_a_pass_that_breaks_a_rule_is_named_with_a_window(captured):
     with pytest.raises(LegalityError, match="after pass breaks: .*unknown attribute 'nonsense'") as caught:
         run_pass(Program.parse(captured.read_text()), Breaks())
     assert str(caught.value).count("\n>") == 1
+
+
+def test_compile_names_the_pass_that_broke_a_rule(model, tmp_path, monkeypatch):
+    """With the pass, the operator, its module and the lines around it; and leaves no artifact."""
+    from adaptc.passes.merge_linears import MergeLinears
+
+    def spoiled(self, program):
+        from torch_mlir import ir
+
+        op = next(op for _, op in program.operators() if op.operation.name == "adaptc.attention")
+        with program.editing():
+            op.operation.attributes["window"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), 5)
+
+    monkeypatch.setattr(MergeLinears, "run", spoiled)
+    done = adaptc_("compile", model, "-o", tmp_path / "x.adapt", code=2)
+    first, *lines = done.stderr.splitlines()
+    assert first.startswith("adaptc: [E0500] after pass merge_linears: stage captured, @body0, module self_attn: ")
+    assert "adaptc.attention is illegal: attention: window 5, the state's is 0" in first
+    (marked,) = (line for line in lines if line.startswith(">"))
+    assert '"adaptc.attention"' in marked and "window = 5" in marked and 5 <= len(lines) <= 8
+    assert not (tmp_path / "x.adapt").exists()
 
 
 # ---- coverage

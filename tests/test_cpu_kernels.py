@@ -286,6 +286,11 @@ def test_layer_norm(shape, bias):
     centred = wide - wide.mean(-1, keepdims=True)
     want = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weight + (shift if bias else 0)
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+    residual = tensor(shape, 1)
+    got, total = check(norm, "add_layer_norm", [x - residual, residual, weight, *extra],
+                       [shape, shape, *[shape[-1:]] * (1 + bias), shape, shape], {"eps": 1e-5})
+    np.testing.assert_array_equal(total, residual + (x - residual))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 # ---- routing
@@ -354,19 +359,26 @@ def random_codes(rng, format, shape):
 # ---- rows
 
 
-@pytest.mark.parametrize("heads, width", [(9, 64), (2, 6), (1, 20), (3, 48)])
-def test_rope(heads, width):
-    x = tensor(("T", heads, width))
-    angles = np.random.default_rng(1).uniform(-3, 3, (T, width))
+@pytest.mark.parametrize("heads, width, turned", [(9, 64, 0), (2, 6, 0), (1, 20, 0), (3, 48, 20), (2, 80, 64)])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("one_a_pair", [False, True])
+def test_rope(heads, width, turned, interleaved, one_a_pair):
+    x, part = tensor(("T", heads, width)), turned or width
+    half = part // 2
+    table = half if one_a_pair else part
+    angles = np.random.default_rng(1).uniform(-3, 3, (T, table))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     (got,) = check(rows, "rope", [x, cos, sin],
-                   [("T", heads, width), ("T", width), ("T", width), ("T", heads, width)])
-    wide, half = x.astype(np.float64), width // 2
-    want = np.empty_like(wide)
+                   [("T", heads, width), ("T", table), ("T", table), ("T", heads, width)],
+                   {"interleaved": interleaved, "turned": turned})
+    wide, want = x.astype(np.float64), x.astype(np.float64)
     for i in range(half):
-        want[..., i] = wide[..., i] * cos[:, None, i] - wide[..., i + half] * sin[:, None, i]
-        want[..., i + half] = wide[..., i + half] * cos[:, None, i + half] + wide[..., i] * sin[:, None, i + half]
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        at_a, at_b = (i, i) if one_a_pair else (a, b)
+        want[..., a] = wide[..., a] * cos[:, None, at_a] - wide[..., b] * sin[:, None, at_a]
+        want[..., b] = wide[..., b] * cos[:, None, at_b] + wide[..., a] * sin[:, None, at_b]
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=3e-7)
+    np.testing.assert_array_equal(got[..., part:], x[..., part:])
 
 
 @pytest.mark.parametrize("dtype", ["f32", "i32", "f16", "u8"])

@@ -40,10 +40,11 @@ ATTEND = STATE | {"heads": 2, "key_block": 16, "scaling": 0.25, "softcap": 0.0, 
 AS = lambda dtype: (("dtype", dtype),)
 BODY = (("cast", (0,), AS("f32")), ("exp", (1,), ()), ("pow", (2, 1), ()), ("cos", (3,), ()), ("cast", (4,), AS("f16")))
 SAMPLE = {
-    "codes": ("linears", {"rows": "T", "k": 256, "x": "i8", "weights": (("q4_k", 24),), "bias": False}),
-    "signed codes": ("linears", {"rows": "T", "k": 32, "x": "i8", "weights": (("q8_0", 24),), "bias": False}),
-    "gated": ("gated_linear", {"rows": "T", "k": 32, "x": "f32", "weights": (("q5_1", 24),) * 2, "act": "silu"}),
-    "halves": ("linears", {"rows": "T", "k": 40, "x": "f32", "weights": (("f16", 20),), "bias": True}),
+    "codes": ("linears", {"rows": "T", "k": 256, "x": "i8", "weights": (("q4_k", 24),), "bias": (False,)}),
+    "signed codes": ("linears", {"rows": "T", "k": 32, "x": "i8", "weights": (("q8_0", 24),), "bias": (False,)}),
+    "gated": ("gated_linear", {"rows": "T", "k": 32, "x": "f32", "weights": (("q5_1", 24),) * 2, "act": "silu",
+                               "bias": (False, True)}),
+    "halves": ("linears", {"rows": "T", "k": 40, "x": "f32", "weights": (("f16", 20),), "bias": (True,)}),
     "append": ("kv_append", STATE),
     "attend": ("attend", ATTEND),
     "group": ("group", {"body": BODY, "operands": (("f16", ("T", 24)),), "results": ("f16",), "shape": ("T", 24),
@@ -51,7 +52,8 @@ SAMPLE = {
     "norm": ("rms_norm", {"shape": ("T", 40), "eps": 1e-5}),
     "quantize": ("quantize", {"rows": "T", "k": 64}),
     "embedding": ("embedding", {"format": "q6_k", "k": 256, "n": 40, "rows": "T"}),
-    "rope": ("rope", {"tokens": "T", "heads": 2, "width": 48}),
+    "rope": ("rope", {"tokens": "T", "heads": 2, "width": 48, "turned": 48, "table": 24,
+                      "interleaved": True}),
     "reduce": ("reduce", {"axes": (1,), "dtype": "f32", "kind": "sum", "result": ("T",), "shape": ("T", 40)}),
 }  # fmt: skip
 """Kernels of every family that has vector code."""
@@ -239,7 +241,7 @@ OTHERS = [
     lambda: test_cpu_kernels.test_function("exp"), lambda: test_cpu_kernels.test_function("cos"),
     lambda: test_cpu_kernels.test_function("erf"), lambda: test_cpu_kernels.test_function("log"),
     lambda: test_cpu_kernels.test_norms(("T", 40)), lambda: test_cpu_kernels.test_norms(("T", 576)),
-    lambda: test_cpu_kernels.test_rope(3, 48), lambda: test_cpu_kernels.test_cast("f32", "f16"),
+    lambda: test_cpu_kernels.test_rope(3, 48, 20, True, True), lambda: test_cpu_kernels.test_cast("f32", "f16"),
     lambda: test_cpu_kernels.test_cast("f16", "f32"), lambda: test_cpu_kernels.test_reduce("sum", (1, 2), False),
     lambda: test_cpu_kernels.test_moves("u8"), test_cpu_kernels.test_padding_lanes_change_no_bits,
     lambda: test_cpu_kernels.test_layer_norm(("T", 20), True), lambda: test_cpu_kernels.test_layer_norm(("T", 64), False),

@@ -91,13 +91,14 @@ def quantized(x: np.ndarray) -> list[np.ndarray]:
     return [codes.reshape(rows, k).astype(np.int8), scales, sums.reshape(rows, k // 16)]
 
 
-def spec(op: str, x: str, k: int, weights: list[tuple[str, int]], bias: bool = False, **attrs) -> OpSpec:
+def spec(op: str, x: str, k: int, weights: list[tuple[str, int]], bias: bool | tuple[bool, ...] = False,
+         **attrs) -> OpSpec:
     inputs = [TensorSpec("f32", ("T", k))]
     if x == "i8":
         inputs = [TensorSpec("i8", ("T", k)), TensorSpec("f32", ("T", k // 32)), TensorSpec("f32", ("T", k // 16))]
-    operands = [*inputs, *(TensorSpec("f32", (n, k), FORMATS[f]) for f, n in weights)]
-    if bias:
-        operands.append(TensorSpec("f32", (weights[0][1],)))
+    maps = ((TensorSpec("f32", (n, k), FORMATS[f]), TensorSpec("f32", (n,))) for f, n in weights)
+    biased = bias if isinstance(bias, tuple) else (bias,) * len(weights)
+    operands = [*inputs, *(operand for pair, with_bias in zip(maps, biased) for operand in pair[: 1 + with_bias])]
     widths = [n for _, n in weights][: 1 if op == "gated_linear" else None]
     return OpSpec(op, tuple(operands), tuple(TensorSpec("f32", ("T", n)) for n in widths), attrs)
 
@@ -211,6 +212,28 @@ def test_linears_of_mixed_formats_equal_each_alone(x):
     for threads in (1, 2, 3):
         together = run(spec("linears", x, 256, weights), [*operands, *packs], 5, threads)
         assert [t.tobytes() for t in together] == [a.tobytes() for a in alone], threads
+
+
+@pytest.mark.parametrize("x", ["f32", "i8"])
+def test_maps_with_biases_equal_each_alone(x):
+    """Whichever of them has one; gate and up too."""
+    weights, biased = [("q8_0", 11), ("q4_0", 16), ("bf16", 11)], (True, False, True)
+    packs = [weight(name, n, 64, seed)[1] for seed, (name, n) in enumerate(weights)]
+    biases = [np.random.default_rng(n).standard_normal(n).astype(np.float32) for _, n in weights]
+    maps = [(p, b) if has else (p,) for p, b, has in zip(packs, biases, biased)]
+    operands = operands_of(x, activations(6, 64) / 8)
+    alone = [run(spec("linear", x, 64, [w], bias=has), [*operands, *one], 6)[0]
+             for w, one, has in zip(weights, maps, biased)]
+    for threads in (1, 3):
+        together = run(spec("linears", x, 64, weights, bias=biased), [*operands, *maps[0], *maps[1], *maps[2]], 6,
+                       threads)
+        assert [t.tobytes() for t in together] == [a.tobytes() for a in alone], threads
+    gated = spec("gated_linear", x, 64, [weights[0], weights[2]], bias=(True, True), act="silu")
+    (got,) = run(gated, [*operands, *maps[0], *maps[2]], 6)
+    gate, up = alone[0].astype(np.float64), alone[2].astype(np.float64)
+    with np.errstate(over="ignore"):
+        want = gate / (1 + np.exp(-gate)) * up
+    assert_close(got, want, np.abs(want) + 1e-3 * np.abs(up))
 
 
 # function, and the part of |gate| that its rounding errors relate to: 1 + erf cancels for negative gates

@@ -107,19 +107,26 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "embedding": (Sample((t("i32", "T"), f(11, 6)), given={0: below(11)}),),
     "linear": (Sample((f("T", 64), f(5, 64))), Sample((f("T", 64), f(5, 64), f(5))),
                Sample((*CODES, f(5, 64), f(5)), given=quantized(64))),
-    "linears": (Sample((f("T", 64), f(5, 64), f(3, 64))), Sample((*CODES, f(5, 64), f(3, 64)), given=quantized(64))),
+    "linears": (Sample((f("T", 64), f(5, 64), f(3, 64))), Sample((*CODES, f(5, 64), f(3, 64)), given=quantized(64)),
+                Sample((f("T", 64), f(5, 64), f(5), f(3, 64), f(4, 64), f(4)))),
     "gated_linear": (*(Sample((f("T", 64), f(5, 64), f(5, 64)), {"act": a}) for a in ("silu", "gelu_tanh", "gelu")),
+                     Sample((f("T", 64), f(5, 64), f(5, 64), f(5)), {"act": "silu"}),
+                     Sample((f("T", 64), f(5, 64), f(5), f(5, 64), f(5)), {"act": "silu"}),
                      Sample((*CODES, f(5, 64), f(5, 64)), {"act": "silu"}, quantized(64))),
     "rms_norm": (Sample((f("T", 6), f(6)), {"eps": 1e-5}), Sample((f("T", 3, 6), f(6)), {"eps": 1e-6})),
     "add_rms_norm": (Sample((f("T", 6), f("T", 6), f(6)), {"eps": 1e-5}),),
     "layer_norm": (Sample((f("T", 6), f(6)), {"eps": 1e-5}), Sample((f("T", 3, 6), f(6), f(6)), {"eps": 1e-6})),
+    "add_layer_norm": (Sample((f("T", 6), f("T", 6), f(6)), {"eps": 1e-5}),
+                       Sample((f("T", 6), f("T", 6), f(6), f(6)), {"eps": 1e-6})),
     "top_k": (Sample((f("T", 7),), {"k": 3}), Sample((f("T", 2, 4),), {"k": 1})),
     "take_along": (Sample((f("T", 7), t("i32", "T", 3)), given={1: lambda r, s: r.integers(0, 7, (s["T"], 3), np.int32)}),),
     "expert_linear": tuple(
         Sample((x, t("i32", "T", 2), f(6, 5, 8), *bias), given={1: lambda r, s: r.integers(0, 4, (s["T"], 2), np.int32)})
         for x, bias in ((f("T", 8), ()), (f("T", 2, 8), (f(6, 5),)))),
     "quantize": (Sample((f("T", 64),), {"group": 32}),),
-    "rope": (Sample((f("T", 3, 8), f("T", 8), f("T", 8))),),
+    "rope": (Sample((f("T", 3, 8), f("T", 8), f("T", 8))),
+             *(Sample((f("T", 3, 12), f("T", table), f("T", table)), {"interleaved": pairs, "turned": turned})
+               for pairs in (False, True) for turned, table in ((0, 12), (0, 6), (8, 8), (8, 4)))),
     "attention": (Sample((*HEADS, KV), {"scaling": 0.3}, ATTENTION),
                   Sample((*HEADS, replace(KV, dtype="bf16", window=2)), {"scaling": 0.3, "window": 2, "softcap": 5.0},
                          ATTENTION),
@@ -333,6 +340,12 @@ REFUSED = [
     ("linear", (f("T", 8), f(4, 8), f(5)), {}, "the bias is"),
     ("linear", (f("T", 8), f(4, 8), f(4), f(4)), {}, "got 4 operands"),
     ("linear", (t("i8", "T", 64), f("T", 2)), {}, "got 2 operands"),
+    ("linears", (f("T", 8), f(4, 8), f(4), f(3, 8), f(4)), {}, "the bias is"),
+    ("linears", (f("T", 8), f(4, 8), f(4), f(4)), {}, r"the weight must be \[N, K\]"),
+    ("gated_linear", (f("T", 8), f(4, 8), f(4)), {"act": "silu"}, "got 1 weights, expected gate and up"),
+    ("rope", (f("T", 2, 8), f("T", 6), f("T", 6)), {"turned": 8}, "one a pair"),
+    ("rope", (f("T", 2, 8), f("T", 8), f("T", 8)), {"turned": 10}, "10 of 8 columns turn"),
+    ("rope", (f("T", 2, 8), f("T", 3), f("T", 3)), {"turned": 3}, "an even number"),
     ("linear", (t("i8", "T", 64), f("T", 3), f("T", 4), f(4, 64)), {}, "must be quantize's results"),
     ("linears", (f("T", 8),), {}, "got 1 operands"),
     ("gated_linear", (f("T", 8), f(4, 8), f(5, 8)), {"act": "silu"}, "gate is"),
@@ -341,7 +354,7 @@ REFUSED = [
     ("add_rms_norm", (f("T", 8), f("S", 8), f(8)), {"eps": 1e-5}, "the residual"),
     ("quantize", (f("T", 33),), {"group": 32}, "33 columns don't divide"),
     ("quantize", (f(4, "T"),), {"group": 32}, "K static"),
-    ("rope", (f("T", 2, 7), f("T", 7), f("T", 7)), {}, "D even"),
+    ("rope", (f("T", 2, 7), f("T", 7), f("T", 7)), {}, "expected an even number"),
     ("attention", (*HEADS, f("T")), {"scaling": 1.0}, "operand 5 must be a state"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "window": 4}, "window 4, the state's is 0"),
     ("attention", (f("T", 3, 8), *HEADS[1:], KV), {"scaling": 1.0}, "don't divide"),
@@ -408,8 +421,26 @@ def test_rope_is_transformers():
     x, (cos, sin) = torch.randn(6, 3, 8), rope_tables(6, 8)
     heads_first = x.transpose(0, 1)[None]
     wanted = apply_rotary_pos_emb(heads_first, heads_first, cos[None], sin[None])[0][0].transpose(0, 1)
-    (got,) = row("rope").meaning({}, x.numpy(), cos.numpy(), sin.numpy())
+    (got,) = row("rope").meaning(row("rope").complete({}), x.numpy(), cos.numpy(), sin.numpy())
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_rope_of_pairs_and_of_a_part_is_transformers():
+    from transformers.models.cohere2.modeling_cohere2 import apply_rotary_pos_emb as of_pairs
+    from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as of_a_part
+
+    torch.manual_seed(0)
+    x, (cos, sin) = torch.randn(6, 3, 12), rope_tables(6, 8)
+    first = x.transpose(0, 1)[None]
+    wanted = of_a_part(first, first, cos[None], sin[None])[0][0].transpose(0, 1)
+    attrs = row("rope").complete({"interleaved": True, "turned": 8})
+    (got,) = row("rope").meaning(attrs, x.numpy(), cos[:, :4].numpy(), sin[:, :4].numpy())
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    cos, sin = (v[:, :4].repeat_interleave(2, -1) for v in (cos, sin))
+    part = first[..., :8]
+    wanted = of_pairs(part, part, cos[None], sin[None])[0][0].transpose(0, 1)
+    (got,) = row("rope").meaning(attrs, x.numpy(), cos.numpy(), sin.numpy())
+    np.testing.assert_allclose(got[..., :8], wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_rms_norm_is_torchs():

@@ -59,17 +59,13 @@ def _check_quantized(name, codes, scales, sums):
 
 
 def _infer_linear(attrs, operands):
-    activation, (weight, *bias) = split_activation(operands)
-    result = _check_weight("linear", activation, weight)
-    for b in bias:
-        expect(b.shape == weight.shape[:1], f"linear: the bias is {b.shape}, expected {weight.shape[:1]}.")
-    return (result,)
+    activation, rest = split_activation(operands)
+    return (_check_map("linear", activation, *rest),)
 
 
 def _linear(attrs, *operands):
-    activation, (weight, *bias) = split_activation(operands)
-    y = _matmul(activation, weight)
-    return (y + bias[0] if bias else y,)
+    activation, rest = split_activation(operands)
+    return (_map(activation, *rest),)
 
 
 def _float_down(b, activation):
@@ -88,26 +84,71 @@ def _linear_down(b, a, *values):
     return (b.add(product, *bias) if bias else product,)
 
 
+def linear_maps(operands, rank) -> list[tuple]:
+    """Weights, each followed by its bias if it has one, as (weight,) and (weight, bias); ``rank`` of an operand tells
+    them apart."""
+    maps: list[tuple] = []
+    for operand in operands:
+        if rank(operand) == 1 and maps and len(maps[-1]) == 1:
+            maps[-1] += (operand,)
+        else:
+            maps.append((operand,))
+    return maps
+
+
+def _spec_rank(spec) -> int:
+    return len(spec.shape)
+
+
+def _check_map(name, activation, weight, bias=None):
+    result = _check_weight(name, activation, weight)
+    if bias is not None:
+        expect(bias.shape == weight.shape[:1] and bias.dtype == "f32",
+               f"{name}: the bias is {bias.dtype}{list(bias.shape)}, expected f32{list(weight.shape[:1])}.")
+    return result
+
+
+def _map(activation, weight, bias=None) -> np.ndarray:
+    y = _matmul(activation, weight)
+    return y if bias is None else y + bias
+
+
 def _infer_linears(attrs, operands):
-    activation, weights = split_activation(operands)
-    return tuple(_check_weight("linears", activation, w) for w in weights)
+    activation, rest = split_activation(operands)
+    return tuple(_check_map("linears", activation, *one) for one in linear_maps(rest, _spec_rank))
 
 
 def _linears(attrs, *operands):
-    activation, weights = split_activation(operands)
-    return tuple(_matmul(activation, w) for w in weights)
+    activation, rest = split_activation(operands)
+    return tuple(_map(activation, *one) for one in linear_maps(rest, np.ndim))
+
+
+def _linears_down(b, a, *operands):
+    activation, rest = b.activation(operands)
+    return tuple(b.linear(*activation, *one) for one in linear_maps(rest, b.rank))
 
 
 def _infer_gated(attrs, operands):
-    activation, (gate, up) = split_activation(operands)
-    expect(gate.shape == up.shape, f"gated_linear: gate is {gate.shape} and up {up.shape}.")
+    activation, rest = split_activation(operands)
+    maps = linear_maps(rest, _spec_rank)
+    expect(len(maps) == 2, f"gated_linear: got {len(maps)} weights, expected gate and up.")
+    gate, up = maps
+    expect(gate[0].shape == up[0].shape, f"gated_linear: gate is {gate[0].shape} and up {up[0].shape}.")
     expect(attrs["act"] in UNARY, f"gated_linear: unknown activation {attrs['act']!r}.")
-    return (_check_weight("gated_linear", activation, gate),)
+    _check_map("gated_linear", activation, *up)
+    return (_check_map("gated_linear", activation, *gate),)
 
 
 def _gated(attrs, *operands):
-    activation, (gate, up) = split_activation(operands)
-    return (UNARY[attrs["act"]](_matmul(activation, gate)) * _matmul(activation, up),)
+    activation, rest = split_activation(operands)
+    gate, up = (_map(activation, *one) for one in linear_maps(rest, np.ndim))
+    return (UNARY[attrs["act"]](gate) * up,)
+
+
+def _gated_down(b, a, *operands):
+    activation, rest = b.activation(operands)
+    gate, up = (b.linear(*activation, *one) for one in linear_maps(rest, b.rank))
+    return (b.mul(b.op(a["act"], gate), up),)
 
 
 def _linear_flops(attrs, operands, results):
@@ -126,22 +167,26 @@ def _infer_embedding(attrs, operands):
     return (TensorSpec("f32", ids.shape + table.shape[1:]),)
 
 
-def _rms(x, weight, eps) -> np.ndarray:
+def _rms_norm(attrs, x, weight):
     wide = x.astype(np.float64)
-    return (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * weight).astype(np.float32)
+    return ((wide / np.sqrt((wide**2).mean(-1, keepdims=True) + attrs["eps"]) * weight).astype(np.float32),)
 
 
-def _infer_norm(attrs, operands):
-    x, *more, weight = operands
-    kinds = sorted({o.dtype for o in operands})
-    expect(kinds == ["f32"], f"rms_norm: operands have dtypes {', '.join(kinds)}, expected f32.")
-    expect(
-        len(x.shape) >= 1 and weight.shape == x.shape[-1:],
-        f"rms_norm: the input is {x.shape}, the weight {weight.shape}; expected [..., D] and [D].",
-    )
-    for residual in more:
-        expect(residual.shape == x.shape, f"add_rms_norm: the input is {x.shape}, the residual {residual.shape}.")
-    return (TensorSpec("f32", x.shape),) * (len(operands) - 1)
+def _infer_norm(name: str, residuals: int):
+    """Of a norm of x [..., D] with vectors [D] (weight, bias); with a residual, whose sum with x is a second result."""
+
+    def infer(attrs, operands):
+        x, *more = operands
+        kinds = sorted({o.dtype for o in operands})
+        expect(kinds == ["f32"], f"{name}: operands have dtypes {', '.join(kinds)}, expected f32.")
+        for residual in more[:residuals]:
+            expect(residual.shape == x.shape, f"{name}: the input is {x.shape}, the residual {residual.shape}.")
+        for vector in more[residuals:]:
+            expect(len(x.shape) >= 1 and vector.shape == x.shape[-1:],
+                   f"{name}: the input is {x.shape}, the weight or bias {vector.shape}; expected [..., D] and [D].")
+        return (TensorSpec("f32", x.shape),) * (1 + residuals)
+
+    return infer
 
 
 def _norm_down(b, a, x, weight):
@@ -156,16 +201,6 @@ def _layer_norm(attrs, x, weight, *bias):
     return ((result + bias[0] if bias else result).astype(np.float32),)
 
 
-def _infer_layer_norm(attrs, operands):
-    x, weight, *bias = operands
-    kinds = sorted({o.dtype for o in operands})
-    expect(kinds == ["f32"], f"layer_norm: operands have dtypes {', '.join(kinds)}, expected f32.")
-    for vector in (weight, *bias):
-        expect(len(x.shape) >= 1 and vector.shape == x.shape[-1:],
-               f"layer_norm: the input is {x.shape}, its weight or bias {vector.shape}; expected [..., D] and [D].")
-    return (TensorSpec("f32", x.shape),)
-
-
 def _layer_norm_down(b, a, x, weight, *bias):
     mean = lambda v: b.reduce(v, kind="mean", axes=(b.rank(x) - 1,), keepdims=True)  # noqa: E731
     centred = b.sub(x, mean(x))
@@ -174,14 +209,22 @@ def _layer_norm_down(b, a, x, weight, *bias):
     return (b.add(result, bias[0]) if bias else result,)
 
 
-def _add_norm(attrs, x, residual, weight):
-    total = residual + x
-    return (_rms(total, weight, attrs["eps"]), total)
+def _add_norm(norm):
+    """The meaning of a norm of a sum: the norm's own, and the sum."""
+
+    def meaning(attrs, x, residual, *vectors):
+        total = residual + x
+        return (*norm(attrs, total, *vectors), total)
+
+    return meaning
 
 
-def _add_norm_down(b, a, x, residual, weight):
-    total = b.add(residual, x)
-    return (b.rms_norm(total, weight, eps=a["eps"]), total)
+def _add_norm_down(name: str):
+    def decompose(b, a, x, residual, *vectors):
+        total = b.add(residual, x)
+        return (b.op(name, total, *vectors, **a), total)
+
+    return decompose
 
 
 def _infer_quantize(attrs, operands):
@@ -218,21 +261,21 @@ ROWS = [
           gathers=(1, 0), matrices=("table",), decompose=lambda b, a, ids, table: (b.gather_rows(table, ids),)),
     OpRow("linear", ("x+", "weight", "bias?"), _infer_linear, _linear, factors="tk,nk,n->tn", cost=_linear_flops,
           matrices=("weight",), decompose=_linear_down),
+    # of several maps, each weight is followed by its bias if it has one
     OpRow("linears", ("x+", "weights*"), _infer_linears, _linears, factors="tk,nk*->tn*", cost=_linear_flops,
-          matrices=("weights*",),
-          decompose=lambda b, a, *v: tuple(
-              b.linear(*b.activation(v)[0], w) for w in b.activation(v)[1])),
-    OpRow("gated_linear", ("x+", "gate", "up"), _infer_gated, _gated, attrs={"act": REQUIRED},
-          factors="tk,nk,nk->tn", cost=_linear_flops, matrices=("gate", "up"),
-          decompose=lambda b, a, *v: (
-              (lambda x, w: b.mul(b.op(a["act"], b.linear(*x, w[0])), b.linear(*x, w[1])))(*b.activation(v)),)),
-    OpRow("rms_norm", ("x", "weight"), _infer_norm, lambda a, x, w: (_rms(x, w, a["eps"]),), attrs={"eps": REQUIRED},
+          matrices=("weights*",), decompose=_linears_down),
+    OpRow("gated_linear", ("x+", "weights*"), _infer_gated, _gated, attrs={"act": REQUIRED},
+          factors="tk,nk*->tn", cost=_linear_flops, matrices=("weights*",), decompose=_gated_down),
+    OpRow("rms_norm", ("x", "weight"), _infer_norm("rms_norm", 0), _rms_norm, attrs={"eps": REQUIRED},
           factors="...d,d->...e", cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_norm_down),
-    OpRow("layer_norm", ("x", "weight", "bias?"), _infer_layer_norm, _layer_norm, attrs={"eps": REQUIRED},
+    OpRow("layer_norm", ("x", "weight", "bias?"), _infer_norm("layer_norm", 0), _layer_norm, attrs={"eps": REQUIRED},
           factors="...d,d,d->...e", cost=lambda a, o, r: scaled(size(o[0].shape), 7), decompose=_layer_norm_down),
-    OpRow("add_rms_norm", ("x", "residual", "weight"), _infer_norm, _add_norm, attrs={"eps": REQUIRED},
-          factors="...d,...d,d->...e,...d", cost=lambda a, o, r: scaled(size(o[0].shape), 5),
-          decompose=_add_norm_down),
+    OpRow("add_rms_norm", ("x", "residual", "weight"), _infer_norm("add_rms_norm", 1), _add_norm(_rms_norm),
+          attrs={"eps": REQUIRED}, factors="...d,...d,d->...e,...d",
+          cost=lambda a, o, r: scaled(size(o[0].shape), 5), decompose=_add_norm_down("rms_norm")),
+    OpRow("add_layer_norm", ("x", "residual", "weight", "bias?"), _infer_norm("add_layer_norm", 1),
+          _add_norm(_layer_norm), attrs={"eps": REQUIRED}, factors="...d,...d,d,d->...e,...d",
+          cost=lambda a, o, r: scaled(size(o[0].shape), 8), decompose=_add_norm_down("layer_norm")),
     OpRow("quantize", ("x",), _infer_quantize, _quantize, attrs={"group": 32}, factors="tk->tc,tg,ts",
           cost=lambda a, o, r: scaled(size(o[0].shape), 3)),
 ]

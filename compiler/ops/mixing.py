@@ -37,29 +37,56 @@ def _infer_rope(attrs, operands):
     kinds = sorted({o.dtype for o in operands})
     expect(kinds == ["f32"], f"rope: operands have dtypes {', '.join(kinds)}, expected f32.")
     expect(cos.shape == sin.shape, f"rope: cos is {cos.shape} and sin {sin.shape}.")
-    expect(
-        len(x.shape) == 3 and cos.shape == (x.shape[0], x.shape[2]) and x.shape[2] % 2 == 0,
-        f"rope: the input is {x.shape} and cos {cos.shape}; expected [T, H, D] and [T, D] with D even.",
-    )
+    expect(len(x.shape) == 3 and isinstance(x.shape[2], int), f"rope: the input is {x.shape}, expected [T, H, D].")
+    turned = attrs["turned"] or x.shape[2]
+    expect(0 < turned <= x.shape[2] and turned % 2 == 0,
+           f"rope: {turned} of {x.shape[2]} columns turn; expected an even number, and no more than there are.")
+    expect(cos.shape in ((x.shape[0], turned), (x.shape[0], turned // 2)),
+           f"rope: the input is {x.shape} and cos {cos.shape}; expected [T, {turned}], one a column that turns, or "
+           f"[T, {turned // 2}], one a pair.")
     return (TensorSpec("f32", x.shape),)
 
 
 def _rope(attrs, x, cos, sin):
-    half = x.shape[-1] // 2
-    turned = np.concatenate([-x[..., half:], x[..., :half]], -1)
-    return (x * cos[:, None, :] + turned * sin[:, None, :],)
+    """Columns i and i + D/2 are a pair, or with ``interleaved`` 2i and 2i + 1: (a, b) → (a·cos - b·sin,
+    b·cos + a·sin). Only the first ``turned`` columns turn (0: all)."""
+    turned = attrs["turned"] or x.shape[-1]
+    half, part = turned // 2, x[..., :turned]
+    if attrs["interleaved"]:
+        other = np.stack([-part[..., 1::2], part[..., ::2]], -1).reshape(part.shape)
+        wide = lambda v: np.repeat(v, 2, -1)  # noqa: E731
+    else:
+        other = np.concatenate([-part[..., half:], part[..., :half]], -1)
+        wide = lambda v: np.concatenate([v, v], -1)  # noqa: E731
+    cos, sin = ((v if v.shape[-1] == turned else wide(v))[:, None, :] for v in (cos, sin))
+    return (np.concatenate([part * cos + other * sin, x[..., turned:]], -1),)
 
 
 def _rope_down(b, a, x, cos, sin):
     t, heads, width = b.shape(x)
-    half = width // 2
-    end = -1 if isinstance(t, str) else t
-    low, high = (
-        b.slice(x, starts=(0, 0, start), limits=(end, heads, start + half), strides=(1, 1, 1)) for start in (0, half)
-    )
-    turned = b.concat(b.neg(high), low, axis=2)
-    cos, sin = (b.reshape(v, shape=(t, 1, width)) for v in (cos, sin))
-    return (b.add(b.mul(x, cos), b.mul(turned, sin)),)
+    turned = a["turned"] or width
+    half, end = turned // 2, -1 if isinstance(t, str) else t
+
+    def columns(value, low, high):
+        return b.slice(value, starts=(0, 0, low), limits=(end, heads, high), strides=(1, 1, 1))
+
+    def wide(table):
+        """A table with an entry for each column, for all heads."""
+        if b.shape(table)[1] == half:
+            pairs = b.broadcast(table, shape=(t, half, 2), dims=(0, 1)) if a["interleaved"] else None
+            table = b.concat(table, table, axis=1) if pairs is None else pairs
+        return b.reshape(table, shape=(t, 1, turned))
+
+    part = x if turned == width else columns(x, 0, turned)
+    if a["interleaved"]:
+        pairs = b.reshape(part, shape=(t, heads, half, 2))
+        first, second = (b.slice(pairs, starts=(0, 0, 0, i), limits=(end, heads, half, i + 1), strides=(1, 1, 1, 1))
+                         for i in (0, 1))
+        other = b.reshape(b.concat(b.neg(second), first, axis=3), shape=(t, heads, turned))
+    else:
+        other = b.concat(b.neg(columns(x, half, turned)), columns(x, 0, half), axis=2)
+    result = b.add(b.mul(part, wide(cos)), b.mul(other, wide(sin)))
+    return (result if turned == width else b.concat(result, columns(x, turned, width), axis=2),)
 
 
 def _infer_attention(attrs, operands):
@@ -125,7 +152,8 @@ def _attention_flops(attrs, operands, results):
 
 
 ROWS = [
-    OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, factors="thd,td,td->the",
+    OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, attrs={"interleaved": False, "turned": 0},
+          factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
     OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?"), _infer_attention, _attention,
           attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0}, factors="thd,thd,the,t,t,h->the",

@@ -9,6 +9,7 @@
 // CHECK: rows = ["transpose", 0], stored = "f32", sym_name = "w.T", tensor = "w", type = tensor<16x32xf32>
 // CHECK: %1 = "adaptc.get"() {symbol = "w.T"} : () -> tensor<16x32xf32>
 // CHECK: "adaptc.linear"(%2, %1)
+// CHECK-NOT: sym_name = "w",
 module attributes {adaptc.stage = "captured"} {
   "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
   "adaptc.weight"() {stored = "f32", sym_name = "w", tensor = "w", type = tensor<32x16xf32>} : () -> ()

@@ -28,3 +28,24 @@ module attributes {adaptc.stage = "captured"} {
     return %end : !out
   }
 }
+
+// -----
+
+// RUN: drop_unit_dims
+// DECLINE: tokens come first already, and a weight's own leading 1 is no token dimension.
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "w", tensor = "w", type = tensor<1x32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func private @body(%x: !x, %w: tensor<1x32xf32>) -> !x {
+    %y = "adaptc.mul"(%x, %w) : (!x, tensor<1x32xf32>) -> !x
+    return %y : !x
+  }
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %w = "adaptc.get"() {symbol = "w"} : () -> tensor<1x32xf32>
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %y = func.call @body(%x, %w) : (!x, tensor<1x32xf32>) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}

@@ -70,3 +70,28 @@ module attributes {adaptc.stage = "captured"} {
     return %end : !out
   }
 }
+
+// -----
+
+// RUN: fuse_gated_linear
+// Each weight is followed by its bias.
+// CHECK: "adaptc.gated_linear"(%4, %0, %1, %2) {act = "gelu"
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "gate", tensor = "gate", type = tensor<32x32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "b", tensor = "b", type = tensor<32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "up", tensor = "up", type = tensor<32x32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %gate = "adaptc.get"() {symbol = "gate"} : () -> tensor<32x32xf32>
+    %b = "adaptc.get"() {symbol = "b"} : () -> tensor<32xf32>
+    %up = "adaptc.get"() {symbol = "up"} : () -> tensor<32x32xf32>
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %g = "adaptc.linear"(%x, %gate, %b) : (!x, tensor<32x32xf32>, tensor<32xf32>) -> !x
+    %u = "adaptc.linear"(%x, %up) : (!x, tensor<32x32xf32>) -> !x
+    %a = "adaptc.gelu"(%g) : (!x) -> !x
+    %y = "adaptc.mul"(%a, %u) : (!x, !x) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}

@@ -29,3 +29,18 @@ module attributes {adaptc.stage = "sharded"} {
     return %end : !out
   }
 }
+
+// -----
+
+// RUN: lay_out_weights
+// OPTIONS: tile="cpu"
+// ERROR: lay_out_weights requires 'stored', but weight 'emb' has no storage format
+module attributes {adaptc.stage = "sharded"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %end = "adaptc.gather_rows"(%x, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}

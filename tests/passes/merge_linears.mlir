@@ -32,7 +32,9 @@ module attributes {adaptc.stage = "captured"} {
 // -----
 
 // RUN: merge_linears
-// DECLINE: one has a bias, one another input.
+// With biases or without; one has another input.
+// CHECK: :2 = "adaptc.linears"(%4, %0, %1, %2)
+// CHECK: "adaptc.linear"(%5, %0)
 module attributes {adaptc.stage = "captured"} {
   "adaptc.weight"() {stored = "f32", sym_name = "wa", tensor = "wa", type = tensor<32x32xf32>} : () -> ()
   "adaptc.weight"() {stored = "f32", sym_name = "wb", tensor = "wb", type = tensor<32x32xf32>} : () -> ()
@@ -50,6 +52,28 @@ module attributes {adaptc.stage = "captured"} {
     %c = "adaptc.linear"(%e, %wa) : (!x, tensor<32x32xf32>) -> !x
     %ab = "adaptc.add"(%a, %b) : (!x, !x) -> !x
     %y = "adaptc.add"(%ab, %c) : (!x, !x) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}
+
+// -----
+
+// RUN: merge_linears
+// DECLINE: the second's bias isn't known yet where the first stands.
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "w", tensor = "w", type = tensor<32x32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "b", tensor = "b", type = tensor<32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %w = "adaptc.get"() {symbol = "w"} : () -> tensor<32x32xf32>
+    %b = "adaptc.get"() {symbol = "b"} : () -> tensor<32xf32>
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %a = "adaptc.linear"(%x, %w) : (!x, tensor<32x32xf32>) -> !x
+    %late = "adaptc.neg"(%b) : (tensor<32xf32>) -> tensor<32xf32>
+    %c = "adaptc.linear"(%x, %w, %late) : (!x, tensor<32x32xf32>, tensor<32xf32>) -> !x
+    %y = "adaptc.mul"(%a, %c) : (!x, !x) -> !x
     %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
     return %end : !out
   }

@@ -74,3 +74,32 @@ module attributes {adaptc.stage = "sharded"} {
     return %end : !out
   }
 }
+
+// -----
+
+// RUN: quantize_activations
+// OPTIONS: activations="int8"
+// TOLERANCE: 1.0
+// Biases stay with their weights when maps are parted, and the report hears of it.
+// CHECK: adaptc.format_notes = ["the merged maps of module <root> in @step are parted: their weights are stored as q8_0, f32
+// CHECK: "adaptc.linear"(%6#0, %6#1, %6#2, %0, %1)
+// CHECK: "adaptc.linear"(%5, %2, %3)
+module attributes {adaptc.stage = "sharded"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "a", tensor = "a", type = !q8} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "n", tensor = "n", type = tensor<32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "c", tensor = "c", type = !f32} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "m", tensor = "m", type = tensor<32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = !e} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %a = "adaptc.get"() {symbol = "a"} : () -> !q8
+    %n = "adaptc.get"() {symbol = "n"} : () -> tensor<32xf32>
+    %c = "adaptc.get"() {symbol = "c"} : () -> !f32
+    %m = "adaptc.get"() {symbol = "m"} : () -> tensor<32xf32>
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> !e
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, !e) -> !x
+    %r:2 = "adaptc.linears"(%x, %a, %n, %c, %m) : (!x, !q8, tensor<32xf32>, !f32, tensor<32xf32>) -> (!x, !x)
+    %y = "adaptc.add"(%r#0, %r#1) : (!x, !x) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}

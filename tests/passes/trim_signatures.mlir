@@ -30,3 +30,23 @@ module attributes {adaptc.stage = "captured"} {
     return %end : !out
   }
 }
+
+// -----
+
+// RUN: trim_signatures
+// DECLINE: two arguments are one value at one call, but not at the other.
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func private @body(%a: !x, %b: !x) -> !x {
+    %y = "adaptc.mul"(%a, %b) : (!x, !x) -> !x
+    return %y : !x
+  }
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %u = func.call @body(%x, %x) : (!x, !x) -> !x
+    %y = func.call @body(%x, %u) : (!x, !x) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}

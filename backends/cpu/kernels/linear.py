@@ -58,18 +58,31 @@ def store_rows(e: Emitter, out: Value, n: int, row: Value, unit: Value, values: 
         e.store(value, e.at(here, i * n, "f32"), mask=inside)
 
 
+Map = tuple[Packed, Value | None]
+"""A weight and its bias."""
+
+
+def _buffers(e: Emitter, params: Mapping[str, Any]) -> tuple[list[Value], list[Map], int]:
+    """The activation's buffers, the maps', and the number of the first one after them. Each weight is followed by
+    its bias if it has one."""
+    k = params["k"]
+    place = len(ACTIVATION_KINDS[params["x"]].shapes("", k))
+    x, maps = [e.buffer(i) for i in range(place)], []
+    for (f, n), biased in zip(params["weights"], params["bias"], strict=True):
+        maps.append((Packed.of(e, FORMATS[f], n, k, e.buffer(place)), e.buffer(place + 1) if biased else None))
+        place += 1 + biased
+    return x, maps, place
+
+
 def _emit_linears(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     e = Emitter(level)
-    kind, k, shapes, with_bias = ACTIVATION_KINDS[params["x"]], params["k"], params["weights"], params["bias"]
-    inputs, count = len(kind.shapes("", k)), len(shapes)
-    x = [e.buffer(i) for i in range(inputs)]
-    weights = [Packed.of(e, FORMATS[f], n, k, e.buffer(inputs + i)) for i, (f, n) in enumerate(shapes)]
-    bias = e.buffer(inputs + count) if with_bias else None
-    outs = [e.buffer(inputs + count + with_bias + i) for i in range(count)]
+    kind, k = ACTIVATION_KINDS[params["x"]], params["k"]
+    x, maps, after = _buffers(e, params)
+    outs = [e.buffer(after + i) for i in range(len(maps))]
     rows = e.size(params["rows"])
-    low, high = e.share(sum(weight.units(e) for weight in weights))
+    low, high = e.share(sum(weight.units(e) for weight, _ in maps))
 
-    def product(tiles: Tiles, weight: Packed, out: Value, unit: Value) -> None:
+    def product(tiles: Tiles, weight: Packed, bias: Value | None, out: Value, unit: Value) -> None:
         start = bias_of(e, bias, weight.n, unit)
 
         def work(row: Value, tile: int) -> None:
@@ -80,11 +93,11 @@ def _emit_linears(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 
     def sweep(tiles: Tiles) -> None:
         before = 0
-        for weight, out in zip(weights, outs):
+        for (weight, bias), out in zip(maps, outs):
             own = [e.min(e.max(e.sub(end, before), 0), weight.units(e)) for end in (low, high)]
             before += weight.units(e)
             with e.loop(*own) as loop:
-                product(tiles, weight, out, loop.index)
+                product(tiles, weight, bias, out, loop.index)
 
     _chunks(e, rows, k, kind, sweep)
     return e.text(symbol)
@@ -100,20 +113,21 @@ def bias_of(e: Emitter, bias: Value | None, n: int, unit: Value) -> Value | None
 
 def _emit_gated(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     e = Emitter(level)
-    kind, k, shapes = ACTIVATION_KINDS[params["x"]], params["k"], params["weights"]
-    activation = ACTIVATIONS[params["act"]]
-    inputs = len(kind.shapes("", k))
-    x = [e.buffer(i) for i in range(inputs)]
-    gate, up = (Packed.of(e, FORMATS[f], n, k, e.buffer(inputs + i)) for i, (f, n) in enumerate(shapes))
-    out, rows = e.buffer(inputs + 2), e.size(params["rows"])
+    kind, k, activation = ACTIVATION_KINDS[params["x"]], params["k"], ACTIVATIONS[params["act"]]
+    x, maps, after = _buffers(e, params)
+    gate = maps[0][0]
+    out, rows = e.buffer(after), e.size(params["rows"])
     low, high = e.share(gate.units(e))
 
     def sweep(tiles: Tiles) -> None:
         with e.loop(low, high) as loop:
+            starts = [bias_of(e, bias, gate.n, loop.index) for _, bias in maps]
 
             def work(row: Value, tile: int) -> None:
                 here = kind.at(e, k, x, row)
-                gates, ups = (dot(e, weight, loop.index, here, tile) for weight in (gate, up))
+                products = [dot(e, weight, loop.index, here, tile) for weight, _ in maps]
+                gates, ups = ([e.add(v, start) if start else v for v in values]
+                              for values, start in zip(products, starts))
                 store_rows(e, out, gate.n, row, loop.index, [e.mul(activation(e, g), u) for g, u in zip(gates, ups)])
 
             tiles(work)
@@ -127,16 +141,16 @@ def _signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     widths = [n for _, n in shapes][: 1 if "act" in params else None]
     return (
         *(f"in:{shape}" for shape in ACTIVATION_KINDS[params["x"]].shapes(rows, k)),
-        *(f"weight:{f}[{n},{k}]" for f, n in shapes),
-        *([f"weight:f32[{widths[0]}]"] if params.get("bias") else []),
+        *(text for (f, n), biased in zip(shapes, params["bias"], strict=True)
+          for text in (f"weight:{f}[{n},{k}]", f"weight:f32[{n}]")[: 1 + biased]),
         *(f"out:f32[{rows},{n}]" for n in widths),
     )
 
 
 # --- selection --------------------------------------------------------------------------------------------------------
 
-def _params(spec: OpSpec, weights: Sequence[TensorSpec]) -> dict[str, Any] | None:
-    """What all three families share, or None where they don't apply."""
+def _params(spec: OpSpec) -> dict[str, Any] | None:
+    """What all families share, or None where they don't apply."""
     x = spec.operands[0]
     kind = ACTIVATION_KINDS.get(x.dtype)
     if kind is None or len(x.shape) != 2 or not isinstance(x.shape[1], int):
@@ -144,41 +158,36 @@ def _params(spec: OpSpec, weights: Sequence[TensorSpec]) -> dict[str, Any] | Non
     rows, k = x.shape
     if kind is Codes and k % SPAN:
         return None
-    for weight in weights:
+    maps: list[list[TensorSpec]] = []
+    for operand in spec.operands[3 if kind is Codes else 1 :]:
+        if operand is not None and len(operand.shape) == 1 and maps:
+            maps[-1].append(operand)
+        elif operand is not None:
+            maps.append([operand])
+    for weight, *bias in maps:
         if weight.format is None or FORMATS.get(weight.format.name) != weight.format:
             return None
         if len(weight.shape) != 2 or weight.shape[1] != k or not packable(weight.format, k):
             return None
-    shapes = tuple((weight.format.name, weight.shape[0]) for weight in weights)
-    return {"rows": rows, "k": k, "x": x.dtype, "weights": shapes}
-
-
-def _inputs(spec: OpSpec) -> int:
-    return 3 if spec.operands[0].dtype == Codes.dtype else 1
+        if len(bias) > 1 or any(b.dtype != "f32" or b.format is not None for b in bias):
+            return None
+    shapes = tuple((weight.format.name, weight.shape[0]) for weight, *_ in maps)
+    return {"rows": rows, "k": k, "x": x.dtype, "weights": shapes, "bias": tuple(len(one) == 2 for one in maps)}
 
 
 def _use(family: str, params: Mapping[str, Any], spec: OpSpec) -> Selection:
-    args = [f"operand:{i}" for i in range(len(spec.operands))] + [f"result:{i}" for i in range(len(spec.results))]
+    operands = [i for i, operand in enumerate(spec.operands) if operand is not None]
+    args = [*(f"operand:{i}" for i in operands), *(f"result:{i}" for i in range(len(spec.results)))]
     return Selection((KernelUse(KernelSpec(family, tuple(sorted(params.items()))), tuple(args)),))
 
 
-def _select_linear(spec: OpSpec) -> Selection | None:
-    first = _inputs(spec)
-    rest = [operand for operand in spec.operands[first + 1 :] if operand is not None]
-    params = _params(spec, spec.operands[first : first + 1])
-    if params is None or len(rest) > 1 or any(b.dtype != "f32" or len(b.shape) != 1 for b in rest):
-        return None
-    present = OpSpec(spec.op, tuple(o for o in spec.operands if o is not None), spec.results, spec.attrs)
-    return _use("linears", {**params, "bias": bool(rest)}, present)
-
-
 def _select_linears(spec: OpSpec) -> Selection | None:
-    params = _params(spec, spec.operands[_inputs(spec) :])
-    return None if params is None else _use("linears", {**params, "bias": False}, spec)
+    params = _params(spec)
+    return None if params is None else _use("linears", params, spec)
 
 
 def _select_gated(spec: OpSpec) -> Selection | None:
-    params = _params(spec, spec.operands[_inputs(spec) :])
+    params = _params(spec)
     if params is None or spec.attrs["act"] not in ACTIVATIONS or len(params["weights"]) != 2:
         return None
     return _use("gated_linear", {**params, "act": spec.attrs["act"]}, spec)
@@ -190,7 +199,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 SELECT: dict[str, Callable[[OpSpec], Selection | None]] = {
-    "linear": _select_linear,
+    "linear": _select_linears,
     "linears": _select_linears,
     "gated_linear": _select_gated,
 }

@@ -65,13 +65,15 @@ def _emit(params: Mapping[str, Any], symbol: str, level: Level, residual: bool) 
     return e.text(symbol)
 
 
-def _emit_layer_norm(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+def _emit_layer_norm(params: Mapping[str, Any], symbol: str, level: Level, residual: bool) -> str:
     """(x - mean)·weight/√(mean((x - mean)²) + eps) + bias: the mean first, then the squares of what is left."""
     e = Emitter(level)
     *lead, columns = params["shape"]
     with_bias = params["bias"]
-    x, weight = e.buffer(0), e.buffer(1)
-    bias, out = e.buffer(2) if with_bias else None, e.buffer(2 + with_bias)
+    count = 2 + residual + with_bias
+    *inputs, weight = (e.buffer(i) for i in range(2 + residual))
+    bias = e.buffer(2 + residual) if with_bias else None
+    outs = [e.buffer(count + i) for i in range(1 + residual)]
     whole, tail = columns - columns % e.lanes, columns % e.lanes
     rest = e.mask(e.const(tail, "i64"))
 
@@ -79,55 +81,61 @@ def _emit_layer_norm(params: Mapping[str, Any], symbol: str, level: Level) -> st
         place = e.at(pointer, column, "f32")
         return e.load(place, e.floats, mask=mask)
 
+    def write(value: Value, pointer: Value, column: Value | int, mask: Value | None) -> None:
+        place = e.at(pointer, column, "f32")
+        e.store(value, place, mask=mask)
+
     low, high = e.share(product(e, lead))
     with e.loop(low, high) as row:
-        here, there = (e.at(p, e.mul(row.index, columns), "f32") for p in (x, out))
+        moving, (there, *total) = ([e.at(p, e.mul(row.index, columns), "f32") for p in ps] for ps in (inputs, outs))
+        here = total[0] if residual else moving[0]
 
-        def mean(term: Callable[[Value], Value]) -> Value:
-            """Of a function of the row's elements."""
+        def first(column: Value | int, mask: Value | None = None) -> Value:
+            """The row's elements; with a residual the sum, which is kept on the way."""
+            x = read(moving[0], column, mask)
+            if residual:
+                x = e.add(read(moving[1], column, mask), x)
+                write(x, here, column, mask)
+            return x
+
+        def square(column: Value | int, mask: Value | None = None) -> Value:
+            x = e.sub(read(here, column, mask), middle)
+            return e.mul(x, x)
+
+        def mean(term: Callable[..., Value]) -> Value:
+            """Of a function of a column's place."""
             with e.loop(0, whole, e.lanes, [e.const(0.0, e.floats)]) as column:
-                column.end(e.add(column.args[0], term(read(here, column.index, None))))
+                column.end(e.add(column.args[0], term(column.index)))
             total = column.results[0]
             if tail:
-                total = e.add(total, e.select(rest, term(read(here, whole, rest)), 0.0))
+                total = e.add(total, e.select(rest, term(whole, rest), 0.0))
             return e.div(e.reduce(e.add, total), float(columns))
 
-        middle = e.splat(mean(lambda v: v))
-
-        def square(v: Value) -> Value:
-            v = e.sub(v, middle)
-            return e.mul(v, v)
-
+        middle = e.splat(mean(first))
         scale = e.splat(vmath.rsqrt(e, e.add(mean(square), params["eps"])))
 
-        def write(column: Value | int, mask: Value | None = None) -> None:
+        def scaled(column: Value | int, mask: Value | None = None) -> None:
             value = e.mul(e.mul(e.sub(read(here, column, mask), middle), scale), read(weight, column, mask))
-            value = e.add(value, read(bias, column, mask)) if with_bias else value
-            place = e.at(there, column, "f32")
-            e.store(value, place, mask=mask)
+            write(e.add(value, read(bias, column, mask)) if with_bias else value, there, column, mask)
 
         with e.loop(0, whole, e.lanes) as column:
-            write(column.index)
+            scaled(column.index)
         if tail:
-            write(whole, rest)
+            scaled(whole, rest)
     return e.text(symbol)
 
 
-def _layer_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
-    rows, vector = describe("f32", params["shape"]), f"in:f32[{params['shape'][-1]}]"
-    return (f"in:{rows}", *(vector,) * (1 + params["bias"]), f"out:{rows}")
-
-
 def _signature(params: Mapping[str, Any], residual: bool) -> tuple[str, ...]:
-    rows = describe("f32", params["shape"])
-    count = 2 if residual else 1
-    return (*(f"in:{rows}",) * count, f"in:f32[{params['shape'][-1]}]", *(f"out:{rows}",) * count)
+    rows, vector = describe("f32", params["shape"]), f"in:f32[{params['shape'][-1]}]"
+    return (*(f"in:{rows}",) * (1 + residual), *(vector,) * (1 + params.get("bias", False)),
+            *(f"out:{rows}",) * (1 + residual))
 
 
 FAMILIES = {
     "rms_norm": Family(lambda p, s, level: _emit(p, s, level, False), lambda p: _signature(p, False)),
     "add_rms_norm": Family(lambda p, s, level: _emit(p, s, level, True), lambda p: _signature(p, True)),
-    "layer_norm": Family(_emit_layer_norm, _layer_signature),
+    "layer_norm": Family(lambda p, s, level: _emit_layer_norm(p, s, level, False), lambda p: _signature(p, False)),
+    "add_layer_norm": Family(lambda p, s, level: _emit_layer_norm(p, s, level, True), lambda p: _signature(p, True)),
 }
 
 
@@ -136,7 +144,8 @@ def select(spec: OpSpec) -> Selection | None:
     if not isinstance(shape[-1], int) or not all(dense(o) and o.dtype == "f32" for o in spec.operands):
         return None
     args = [f"operand:{i}" for i in range(len(spec.operands))] + [f"result:{i}" for i in range(len(spec.results))]
-    bias = (("bias", len(spec.operands) == 3),) if spec.op == "layer_norm" else ()
+    vectors = len(spec.operands) - len(spec.results)  # each result has its own operand of x's shape
+    bias = (("bias", vectors == 2),) if spec.op.endswith("layer_norm") else ()
     kernel = KernelSpec(spec.op, (*bias, ("eps", float(spec.attrs["eps"])), ("shape", shape)))
     return Selection((KernelUse(kernel, tuple(args)),))
 
