@@ -158,7 +158,8 @@ def logprob(logits: np.ndarray, token: int, count: int) -> Logprob:
 def _best(logits: np.ndarray) -> int:
     best = int(logits.argmax())  # numpy: the first of equals, and the first NaN if there is one
     if not math.isfinite(logits[best]):
-        raise NotANumberError(f"The largest logit is {float(logits[best])}, of token {best}; nothing can be sampled.",
+        value = "NaN" if math.isnan(logits[best]) else "infinite" if logits[best] > 0 else "-infinity"
+        raise NotANumberError(f"The largest logit is {value}, of token {best}; nothing can be sampled.",
                               hint="A value may have left the range of a narrow cache: compile with --kv bf16 or f32.")  # fmt: skip
     return best
 

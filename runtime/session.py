@@ -53,6 +53,12 @@ class Result:
     logprobs: tuple[Logprob, ...] | None = None
 
 
+def _items(value):
+    """Several things, or None for none, as a list; anything else as it is, for ``check`` to refuse."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    return list(value or ()) if value is None or isinstance(value, (list, tuple, set, frozenset)) else value
+
+
 @dataclass(frozen=True)
 class GenerateOptions:
     """How prompts are continued. ``generate`` and ``stream`` take these by name, and the fields of
@@ -390,12 +396,6 @@ def _stream(session: Session, prompt: Prompt, max_tokens: int, options: Generate
 
 
 # ---- options and prompts ---------------------------------------------------------------------------------------
-
-
-def _items(value):
-    """Several things, or None for none, as a list; anything else as it is, for ``check`` to refuse."""
-    value = value.tolist() if isinstance(value, np.ndarray) else value
-    return list(value or ()) if value is None or isinstance(value, (list, tuple, set, frozenset)) else value
 
 
 def _options(max_tokens: int, options: Mapping) -> GenerateOptions:

@@ -79,11 +79,11 @@ def test_draws_depend_on_seed_and_index_alone():
 def test_extreme_logits():
     assert sample(row(-np.inf, 1e38, -1e38), Sampling(1e-6), 0) == 1
     assert sample(row(0, 1, 0), Sampling(1e38, top_p=0.999), 0) in (0, 1, 2)
-    for bad in (np.nan, np.inf):
+    for bad, name in ((np.nan, "NaN"), (np.inf, "infinite")):
         for temperature in (0, 1.0):
-            with pytest.raises(AdaptcError, match=f"The largest logit is {bad}, of token 1"):
+            with pytest.raises(AdaptcError, match=f"The largest logit is {name}, of token 1"):
                 sample(row(0, bad, 3), Sampling(temperature), 0)
-    with pytest.raises(AdaptcError, match="The largest logit is -inf"):
+    with pytest.raises(AdaptcError, match="The largest logit is -infinity"):
         sample(row(-np.inf, 1), Sampling(logit_bias={1: -np.inf}), 0)
 
 
