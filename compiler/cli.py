@@ -206,8 +206,8 @@ def inspect(what, stage, show_plan, show_memory, show_profile, target, as_json, 
     """Shows what is in WHAT: a model or an artifact. Without a flag, a summary."""
     from adaptc import driver, report
 
-    if (stage is not None) + show_plan + show_memory > 1:
-        raise OptionError("--ir, --plan and --memory each print another thing; give one of them.")
+    if (stage is not None) + show_plan + show_memory + show_profile > 1:
+        raise OptionError("--ir, --plan, --memory and --profile-table each print another thing; give one of them.")
     if stage is not None:
         text = driver.stage_text(what, stage, target, **options)
         click.echo(json.dumps({"stage": stage, "ir": text}) if as_json else text, nl=as_json)
@@ -234,12 +234,12 @@ def coverage(ctx, model, target, as_json, **options) -> None:
     """Shows how TARGET carries out every operator of MODEL; exits with 1 when one is missing."""
     from adaptc import driver, report
 
-    rows = driver.coverage(model, target, **options)
+    found = driver.coverage(model, target, **options)
     if as_json:
-        click.echo(json.dumps([asdict(row) for row in rows], indent=1))
+        click.echo(json.dumps([asdict(row) for row in found.rows], indent=1))
     else:
-        click.echo(report.survey_text(rows, driver.COVERAGE_TOKENS, driver.PROFILE_CONTEXT))
-    ctx.exit(1 if any(row.missing for row in rows) else 0)
+        click.echo(report.survey_text(found))
+    ctx.exit(1 if found.missing else 0)
 
 
 @main.command()
@@ -255,20 +255,21 @@ def opt(file, passes, stage, print_after, time_passes, output, target, **options
     """Runs passes on FILE, a stage printed by `inspect --ir`, and prints what they make of it."""
     from adaptc import driver, report
 
-    shown = print_after.split(",") if print_after else []
+    def show(program, done) -> None:
+        click.echo(f"// after {done.name}\n{program.text()}", err=True)
 
-    def after(program, done) -> None:
-        if done.name in shown or "all" in shown:
-            click.echo(f"// after {done.name}\n{program.text()}", err=True)
-
-    chosen = [name.strip() for name in passes.split(",") if name.strip()]
-    program, times = driver.optimise(file, chosen, stage, target, after, **options)
+    program, times = driver.optimise(file, _names(passes), stage, target, shown=_names(print_after), show=show,
+                                     **options)  # fmt: skip
     if time_passes:
         click.echo(report.times_text(times), err=True)
     if output is None:
         click.echo(program.text(), nl=False)
     else:
         driver.write_text(output, program.text())
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 @main.command()

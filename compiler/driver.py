@@ -122,7 +122,21 @@ def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
     return report
 
 
-def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> "list[CoverageRow]":
+@dataclass(frozen=True)
+class Survey:
+    """How a target carries out every operator of a model. FLOPs and bytes are of a step of ``tokens`` tokens of one
+    request with ``context`` tokens in the cache."""
+
+    rows: "tuple[CoverageRow, ...]"
+    tokens: int
+    context: int
+
+    @property
+    def missing(self) -> "tuple[CoverageRow, ...]":
+        return tuple(row for row in self.rows if row.missing)
+
+
+def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> Survey:
     """How ``target`` carries out every operator of ``model``, whether or not it can be compiled for it."""
     from adaptc.passes.pipeline import layout, lower_to, run_passes
     from adaptc.planner.coverage import Lenient, survey
@@ -135,14 +149,17 @@ def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> "
     run_passes(whole, passes[:decompose])
     decomposed = whole.copy()
     run_passes(decomposed, passes[decompose : decompose + 1])
-    return survey(captured, whole, decomposed, setup.codegen, setup.codegen.packed_bytes,
-                  {"T": COVERAGE_TOKENS, "R": 1, "S": 1, "C": PROFILE_CONTEXT})
+    context = min(PROFILE_CONTEXT, setup.context(captured) or PROFILE_CONTEXT)
+    symbols = {"T": COVERAGE_TOKENS, "R": 1, "S": 1, "C": context}
+    return Survey(tuple(survey(captured, whole, decomposed, setup.codegen, setup.codegen.packed_bytes, symbols)),
+                  COVERAGE_TOKENS, context)
 
 
-def optimise(path: str | os.PathLike, passes: Sequence[str] = (), to: str = "", target: str = "cpu",
-             after: "After | None" = None, **options: Any) -> "tuple[Program, tuple[PassTime, ...]]":
+def optimise(path: str | os.PathLike, passes: Sequence[str] = (), to: str = "", target: str = "cpu", *,
+             shown: Sequence[str] = (), show: "After | None" = None, **options: Any
+             ) -> "tuple[Program, tuple[PassTime, ...]]":  # fmt: skip
     """The program of a printed stage after ``passes`` (names), or taken to the stage ``to`` by the pipeline; and what
-    each pass took. ``after`` is called with the program after each pass."""
+    each pass took. ``show`` is called with the program after each pass that ``shown`` names, or "all"."""
     from adaptc.passes.pipeline import lower_to, passes_named, run_passes
 
     if bool(passes) == bool(to):
@@ -150,11 +167,16 @@ def optimise(path: str | os.PathLike, passes: Sequence[str] = (), to: str = "", 
     program = _parse_stage(path)
     setup = _Setup.of(target, CompileOptions.of(options))
     rest = (setup.pass_options(program), setup.codegen, setup.target.key_block)
-    hook = {"after": after} if after else {}
+    passes_named([name for name in shown if name != "all"], *rest)
+
+    def after(program: "Program", done: "PassTime") -> None:
+        if show is not None and (done.name in shown or "all" in shown):
+            show(program, done)
+
     if to:
-        lowered = lower_to(program, to, *rest, **hook)
+        lowered = lower_to(program, to, *rest, after=after)
         return lowered.last, lowered.times
-    return program, run_passes(program, passes_named(passes, *rest), **hook)
+    return program, run_passes(program, passes_named(passes, *rest), after)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -34,7 +34,8 @@ COMMANDS = 20
 @dataclass(frozen=True)
 class Point:
     """``concurrency`` prompts of ``prompt_tokens`` tokens that arrive at once, ``new_tokens`` generated for each. Times
-    are seconds over requests: ttft from arrival to the first token, queueing included; tpot between tokens after it.
+    are seconds over requests: ttft from arrival to the first token, queueing included; tpot between tokens after it,
+    None when there are none.
     Throughput counts all requests together: tokens of prompts while they are read, new tokens from arrival to the end.
     """
 
@@ -43,8 +44,8 @@ class Point:
     new_tokens: int
     ttft_median: float
     ttft_worst: float
-    tpot_median: float
-    tpot_worst: float
+    tpot_median: float | None
+    tpot_worst: float | None
     prefill_per_second: float
     generated_per_second: float
 
@@ -83,7 +84,8 @@ class Bench:
 
 def prompt(seed: int, length: int, index: int, vocabulary: int) -> np.ndarray:
     """Token ids of a prompt, the same on every machine: a function of the arguments alone."""
-    return np.random.Generator(np.random.Philox(key=[seed, length << 32 | index])).integers(0, vocabulary, length)
+    key = np.array([seed, length << 32 | index], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).integers(0, vocabulary, length)
 
 
 def bench(session: Session, *, prompt_lengths: Sequence[int], concurrency: Sequence[int], new_tokens: int = 32,
@@ -95,6 +97,7 @@ def bench(session: Session, *, prompt_lengths: Sequence[int], concurrency: Seque
     for name, values in given.items():
         for value in values:
             check(name, value, Integral, "positive integers", lambda v: v >= 1)
+    check("seed", seed, Integral, "an integer from 0 to 2**64-1", lambda v: 0 <= v < 2**64)
     if max(prompt_lengths) + new_tokens > plan.max_context:
         raise TooLongError(f"{max(prompt_lengths)} prompt tokens and {new_tokens} new ones are more than the "
                            f"artifact's context, {plan.max_context}.", hint="Choose fewer.")  # fmt: skip
@@ -120,9 +123,10 @@ def _point(session: Session, length: int, many: int, new_tokens: int, seed: int)
         for event in engine.step():
             arrivals[event.request].append(time.perf_counter() - start)
     first = [times[0] for times in arrivals.values()]
-    gaps = [(times[-1] - times[0]) / (len(times) - 1) for times in arrivals.values() if len(times) > 1] or [0.0]
+    gaps = [(times[-1] - times[0]) / (len(times) - 1) for times in arrivals.values() if len(times) > 1]
     end = max(times[-1] for times in arrivals.values())
-    return Point(length, many, new_tokens, statistics.median(first), max(first), statistics.median(gaps), max(gaps),
+    return Point(length, many, new_tokens, statistics.median(first), max(first),
+                 statistics.median(gaps) if gaps else None, max(gaps, default=None),
                  many * length / max(first), many * new_tokens / end)  # fmt: skip
 
 
@@ -169,7 +173,8 @@ def _operators(session: Session, length: int, many: int, seed: int) -> list[Oper
     """Runs an engine to a step of each phase, whose inputs then stay in place while operators are repeated. Those write
     into the caches, so a phase ends with its requests."""
     plan, found = session.plan, []
-    for phase, new in (("prefill", 1), ("decode", 3)):
+    reading = -(-many * length // max(1, plan.max_step_tokens - many))  # steps at most until all prompts are read
+    for phase, new in (("prefill", 1), ("decode", 3 + reading)):
         watched = _Watched(session.executable)
         engine = _engine(session, watched)
         for i in range(many):
@@ -191,6 +196,8 @@ def _phase(plan: Plan, executable: _Watched, phase: str, context: int) -> list[O
     values = {**symbols, "C": context}
     found = []
     for (op, kernels), places in groups.items():
+        if not evaluate(places[0].flops, values):
+            continue  # no rows of it in this step: in the middle of a prompt nobody asks for logits
         once = [operator.id for operator in places]
         # one native run of many, since waking the threads takes as long as a small kernel
         rounds = -(-COMMANDS // len(once))

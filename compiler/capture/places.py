@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from adaptc.capture.trace import PREFIX
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
 _REMOTE = "transformers_modules"
 """Package that transformers puts a model folder's code in, under a name with a hash of it."""
