@@ -1,4 +1,5 @@
-"""The ``adaptc`` command. Options mirror the dataclasses they fill; every command takes ``--json``.
+"""The ``adaptc`` command. Options mirror the dataclasses they fill; every command that reports takes
+``--json`` (`opt` and `completion` print what other programs read).
 
 Exit codes: 0 done, 2 bad input or usage (one clear sentence on stderr, with the id that docs/errors.md explains),
 130 interrupted, 1 `verify` found something, `coverage` found operators missing, or our own bug.
@@ -130,6 +131,8 @@ def run(artifact, prompt, chat, system, tools, max_tokens, n, logit_bias, thread
     """Runs ARTIFACT on PROMPT and streams the answer. With neither PROMPT nor --chat, reads standard input."""
     from adaptc.runtime.session import load
 
+    if options["logprobs"] is not None and not as_json:
+        raise OptionError("--logprobs needs --json: the text of an answer has no place for them.")
     request = _request(prompt, chat, system, tools)
     options |= {"logit_bias": _bias(logit_bias), "tools": _tools(tools), "n": n}
     start = time.perf_counter()

@@ -288,7 +288,7 @@ def test_run_samples_penalties_and_tools(artifact, tmp_path):
                        ((artifact, "Hi", "--tools", "x.json"), "E0300"),
                        ((artifact, "--chat", "a", "--tools", tmp_path / "no.json"), "E0102"),
                        ((artifact, "Hi", "--min-p", 2), "E0300"), ((artifact, ""), "E0701"),
-                       ((artifact, "Hi", "-n", 99), "E0300"), ((artifact, "x" * 200), "E0702")):
+                       ((artifact, "Hi", "--logprobs", 2), "E0300"), ((artifact, "Hi", "-n", 99), "E0300"), ((artifact, "x" * 200), "E0702")):
         assert f"adaptc: [{code}] " in adaptc_("run", *args, code=2).stderr
 
 
