@@ -1,4 +1,5 @@
-"""The ``adaptc`` command. Options mirror the dataclasses they fill; every command takes ``--json``.
+"""The ``adaptc`` command. Options mirror the dataclasses they fill; every command that reports takes
+``--json`` (`opt` and `completion` print what other programs read).
 
 Exit codes: 0 done, 2 bad input or usage (one clear sentence on stderr, with the id that docs/errors.md explains),
 130 interrupted, 1 `verify` found something, `coverage` found operators missing, or our own bug.
@@ -172,6 +173,8 @@ def run(artifact, prompt, chat, system, tools, max_tokens, n, logit_bias, thread
     """Runs ARTIFACT on PROMPT and streams the answer. With neither PROMPT nor --chat, reads standard input."""
     from adaptc.runtime.session import load
 
+    if options["logprobs"] is not None and not as_json:
+        raise OptionError("--logprobs needs --json: the text of an answer has no place for them.")
     request = _request(prompt, chat, system, tools)
     options |= {"logit_bias": _bias(logit_bias), "tools": _tools(tools), "n": n}
     start = time.perf_counter()
@@ -248,8 +251,8 @@ def inspect(what, stage, show_plan, show_memory, show_profile, target, as_json, 
     """Shows what is in WHAT: a model or an artifact. Without a flag, a summary."""
     from adaptc import driver, report
 
-    if (stage is not None) + show_plan + show_memory > 1:
-        raise OptionError("--ir, --plan and --memory each print another thing; give one of them.")
+    if (stage is not None) + show_plan + show_memory + show_profile > 1:
+        raise OptionError("--ir, --plan, --memory and --profile-table each print another thing; give one of them.")
     if stage is not None:
         text = driver.stage_text(what, stage, target, **options)
         click.echo(json.dumps({"stage": stage, "ir": text}) if as_json else text, nl=as_json)
@@ -276,12 +279,12 @@ def coverage(ctx, model, target, as_json, **options) -> None:
     """Shows how TARGET carries out every operator of MODEL; exits with 1 when one is missing."""
     from adaptc import driver, report
 
-    rows = driver.coverage(model, target, **options)
+    found = driver.coverage(model, target, **options)
     if as_json:
-        click.echo(json.dumps([asdict(row) for row in rows], indent=1))
+        click.echo(json.dumps([asdict(row) for row in found.rows], indent=1))
     else:
-        click.echo(report.survey_text(rows, driver.COVERAGE_TOKENS, driver.PROFILE_CONTEXT))
-    ctx.exit(1 if any(row.missing for row in rows) else 0)
+        click.echo(report.survey_text(found))
+    ctx.exit(1 if found.missing else 0)
 
 
 @main.command()

@@ -128,7 +128,21 @@ def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
     return report
 
 
-def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> "list[CoverageRow]":
+@dataclass(frozen=True)
+class Survey:
+    """How a target carries out every operator of a model. FLOPs and bytes are of a step of ``tokens`` tokens of one
+    request with ``context`` tokens in the cache."""
+
+    rows: "tuple[CoverageRow, ...]"
+    tokens: int
+    context: int
+
+    @property
+    def missing(self) -> "tuple[CoverageRow, ...]":
+        return tuple(row for row in self.rows if row.missing)
+
+
+def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> Survey:
     """How ``target`` carries out every operator of ``model``, whether or not it can be compiled for it."""
     from adaptc.passes.pipeline import layout, lower_to, run_passes
     from adaptc.planner.coverage import Lenient, survey
@@ -141,8 +155,10 @@ def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> "
     run_passes(whole, passes[:decompose])
     decomposed = whole.copy()
     run_passes(decomposed, passes[decompose : decompose + 1])
-    return survey(captured, whole, decomposed, setup.codegen, setup.codegen.packed_bytes,
-                  {"T": COVERAGE_TOKENS, "R": 1, "S": 1, "C": PROFILE_CONTEXT})
+    context = min(PROFILE_CONTEXT, setup.context(captured) or PROFILE_CONTEXT)
+    symbols = {"T": COVERAGE_TOKENS, "R": 1, "S": 1, "C": context}
+    return Survey(tuple(survey(captured, whole, decomposed, setup.codegen, setup.codegen.packed_bytes, symbols)),
+                  COVERAGE_TOKENS, context)
 
 
 def optimise(path: str | os.PathLike, passes: Sequence[str] = (), to: str = "", target: str = "cpu",

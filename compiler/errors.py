@@ -31,10 +31,11 @@ class AdaptcError(Exception):
 
 
 class NotANumberError(AdaptcError):
-    """A step's logits hold NaN. No valid weights and tokens give one: a kernel is wrong, or a weight is damaged."""
+    """A step's largest logit is NaN or infinite. No valid weights and tokens give one: a kernel is wrong, a weight is
+    damaged, or a cache's dtype is too narrow. -inf: a logit bias leaves no token."""
 
     code = "E0002"
-    title = "The model gave NaN"
+    title = "The model gave NaN or infinity"
     remedy = "Compare the artifact with the reference (`adaptc verify`), and report the operator that it names."
 
 

@@ -41,7 +41,7 @@ def profile_text(rows) -> str:
 
 def bench_text(found) -> str:
     """The report of ``runtime.bench``."""
-    ms = lambda seconds: f"{1e3 * seconds:.2f}"  # noqa: E731
+    ms = lambda seconds: "-" if seconds is None else f"{1e3 * seconds:.2f}"  # noqa: E731
     parts = [f"{found.artifact} ({found.level}), seed {found.seed}", table(
         ("prompt", "requests", "new", "TTFT ms", "worst", "TPOT ms", "worst", "prefill tok/s", "new tok/s"),
         ((p.prompt_tokens, p.concurrency, p.new_tokens, ms(p.ttft_median), ms(p.ttft_worst), ms(p.tpot_median),
@@ -79,18 +79,16 @@ def spent_text(found) -> str:
     return "\n\n".join(parts)
 
 
-def survey_text(rows, tokens: int, context: int) -> str:
+def survey_text(found) -> str:
     """The report of ``adaptc coverage``."""
-    flops, moved = sum(r.flops for r in rows) or 1, sum(r.bytes for r in rows) or 1
+    flops, moved = sum(r.flops for r in found.rows) or 1, sum(r.bytes for r in found.rows) or 1
     share = lambda part, whole: f"{100 * part / whole:.1f} %"  # noqa: E731
-    missing = [r.op for r in rows if r.missing]
-    last = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
     return "\n".join((
-        f"shares of a step of {tokens} token(s) with {context} in the cache",
+        f"shares of a step of {found.tokens} token(s) with {found.context} in the cache",
         table(("operator", "places", "FLOPs", "bytes", "status", "modules", "source"),
               ((r.op, r.count, share(r.flops, flops), share(r.bytes, moved), r.status, ", ".join(r.modules),
-                _few(r.lines)) for r in rows), right="123"),
-        last,
+                _few(r.lines)) for r in found.rows), right="123"),
+        f"missing: {', '.join(r.op for r in found.missing)}" if found.missing else "nothing is missing",
     ))
 
 

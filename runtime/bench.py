@@ -36,7 +36,8 @@ COMMANDS = 20
 @dataclass(frozen=True)
 class Point:
     """``concurrency`` prompts of ``prompt_tokens`` tokens that arrive at once, ``new_tokens`` generated for each. Times
-    are seconds over requests: ttft from arrival to the first token, queueing included; tpot between tokens after it.
+    are seconds over requests: ttft from arrival to the first token, queueing included; tpot between tokens after it,
+    None when there are none.
     Throughput counts all requests together: tokens of prompts while they are read, new tokens from arrival to the end.
     """
 
@@ -45,8 +46,8 @@ class Point:
     new_tokens: int
     ttft_median: float
     ttft_worst: float
-    tpot_median: float
-    tpot_worst: float
+    tpot_median: float | None
+    tpot_worst: float | None
     prefill_per_second: float
     generated_per_second: float
 
@@ -88,7 +89,8 @@ class Bench:
 
 def prompt(seed: int, length: int, index: int, vocabulary: int) -> np.ndarray:
     """Token ids of a prompt, the same on every machine: a function of the arguments alone."""
-    return np.random.Generator(np.random.Philox(key=[seed, length << 32 | index])).integers(0, vocabulary, length)
+    key = np.array([seed, length << 32 | index], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).integers(0, vocabulary, length)
 
 
 def bench(session: Session, *, prompt_lengths: Sequence[int], concurrency: Sequence[int], new_tokens: int = 32,
@@ -101,6 +103,7 @@ def bench(session: Session, *, prompt_lengths: Sequence[int], concurrency: Seque
     for name, values in given.items():
         for value in values:
             check(name, value, Integral, "positive integers", lambda v: v >= 1)
+    check("seed", seed, Integral, "an integer from 0 to 2**64-1", lambda v: 0 <= v < 2**64)
     if max(prompt_lengths) + new_tokens > plan.max_context:
         raise TooLongError(f"{max(prompt_lengths)} prompt tokens and {new_tokens} new ones are more than the "
                            f"artifact's context, {plan.max_context}.", hint="Choose fewer.")  # fmt: skip
@@ -128,15 +131,17 @@ def _point(session: Session, length: int, many: int, new_tokens: int, seed: int)
         for event in engine.step():
             arrivals[event.request].append(time.perf_counter() - start)
     first = [times[0] for times in arrivals.values()]
-    gaps = [(times[-1] - times[0]) / (len(times) - 1) for times in arrivals.values() if len(times) > 1] or [0.0]
+    gaps = [(times[-1] - times[0]) / (len(times) - 1) for times in arrivals.values() if len(times) > 1]
     end = max(times[-1] for times in arrivals.values())
-    return Point(length, many, new_tokens, statistics.median(first), max(first), statistics.median(gaps), max(gaps),
+    return Point(length, many, new_tokens, statistics.median(first), max(first),
+                 statistics.median(gaps) if gaps else None, max(gaps, default=None),
                  many * length / max(first), many * new_tokens / end)  # fmt: skip
 
 
 def _median(points: Sequence[Point]) -> Point:
     """The median of every figure by itself."""
-    return Point(**{f.name: statistics.median(getattr(point, f.name) for point in points) for f in fields(Point)})
+    columns = {f.name: [getattr(point, f.name) for point in points] for f in fields(Point)}
+    return Point(**{name: None if None in values else statistics.median(values) for name, values in columns.items()})
 
 
 def _memory(session: Session) -> dict[str, int]:
@@ -178,8 +183,9 @@ def chart(found: Bench) -> Chart:
             what = "prompt tokens (dashed)" if dashed else "new tokens"
             drawing.line(line, colour, "" if dashed else f"prompts of {length}", dashed)
             for point, place in zip(row, line):
-                drawing.dot(place, colour, title=f"{place[1]:.1f} {what} a second, TTFT {1e3 * point.ttft_median:.1f} "
-                            f"ms, TPOT {1e3 * point.tpot_median:.2f} ms")  # fmt: skip
+                pace = f", TPOT {1e3 * point.tpot_median:.2f} ms" if point.tpot_median else ""
+                drawing.dot(place, colour,
+                            title=f"{place[1]:.1f} {what} a second, TTFT {1e3 * point.ttft_median:.1f} ms{pace}")
             drawing.text(line[-1], what, colour)
     return drawing
 
@@ -196,7 +202,8 @@ def _operators(session: Session, length: int, many: int, seed: int) -> list[Oper
     """Runs an engine to a step of each phase, whose inputs then stay in place while operators are repeated. Those write
     into the caches, so a phase ends with its requests."""
     plan, found = session.plan, []
-    for phase, new in (("prefill", 1), ("decode", 3)):
+    reading = -(-many * length // max(1, plan.max_step_tokens - many))  # steps at most until all prompts are read
+    for phase, new in (("prefill", 1), ("decode", 3 + reading)):
         watched = Watched(session.executable)
         engine = side_engine(session, watched)
         for i in range(many):
@@ -218,6 +225,8 @@ def _phase(plan: Plan, watched: Watched, phase: str, context: int) -> list[Opera
     values = {**symbols, "C": context}
     found = []
     for (op, kernels), places in groups.items():
+        if not evaluate(places[0].flops, values):
+            continue  # no rows of it in this step: in the middle of a prompt nobody asks for logits
         once = [operator.id for operator in places]
         # one native run of many, since waking the threads takes as long as a small kernel
         rounds = -(-COMMANDS // len(once))

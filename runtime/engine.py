@@ -128,7 +128,7 @@ class Engine:
         check("max_tokens", max_tokens, Integral, "an integer ≥ 1", lambda v: v >= 1)
         check("n", n, Integral, f"an integer from 1 to {self._most}, the requests that a step takes",
               lambda v: 1 <= v <= self._most)  # fmt: skip
-        prompt = self._checked(tokens)
+        prompt = self.checked(tokens)
         self._check_bias(sampling)
         last = min(len(prompt) + max_tokens, self.plan.max_context + 1)
         each = [replace(sampling, sample=sampling.sample + i) if i else sampling for i in range(n)]
@@ -139,7 +139,7 @@ class Engine:
         """Queues a prompt whose logits at positions ``start`` … end are written into ``logits``
         f32[len(tokens) - start, vocabulary] while steps go on; nothing is generated. Its declared maximum is its
         length. Returns the request's id."""
-        prompt = self._checked(tokens)
+        prompt = self.checked(tokens)
         check("start", start, Integral, f"an integer from 0 to {len(prompt) - 1}", lambda v: 0 <= v < len(prompt))
         return self._queue(prompt, len(prompt), [Sampling()], frozenset(), start, logits, chunk)[0]
 
@@ -173,7 +173,8 @@ class Engine:
             for state in group.states:
                 self.executable.state(state)[free] = 0xFF
 
-    def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    def checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Token ids i32[T] of a prompt that can be served; RequestError for any other."""
         try:
             ids = np.asarray(tokens)
         except ValueError:  # ragged

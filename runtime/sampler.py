@@ -20,6 +20,10 @@ import numpy as np
 from adaptc.errors import NotANumberError, OptionError
 
 
+LARGEST = float(np.finfo(np.float32).max)
+"""What bias, penalties and temperature may be at most, so that sums and products of them stay far within float64."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen.
@@ -52,15 +56,17 @@ class Sampling:
     sample: int = 0
 
     def __post_init__(self):
-        check("temperature", self.temperature, Real, "a number ≥ 0", lambda v: 0 <= v < math.inf)
+        check("temperature", self.temperature, Real, "a number ≥ 0 that float32 holds", lambda v: 0 <= v <= LARGEST)
         check("top_k", self.top_k, Integral, "an integer ≥ 0 (0 = off)", lambda v: v >= 0)
         check("top_p", self.top_p, Real, "a number in (0, 1]", lambda v: 0 < v <= 1)
         check("seed", self.seed, Integral, "an integer from 0 to 2**64-1", lambda v: 0 <= v < 2**64)
         check("min_p", self.min_p, Real, "a number in [0, 1] (0 = off)", lambda v: 0 <= v <= 1)
-        check("repetition_penalty", self.repetition_penalty, Real, "a number > 0 (1 = off)", lambda v: 0 < v < math.inf)
+        check("repetition_penalty", self.repetition_penalty, Real, "a number > 0 that float32 holds (1 = off)",
+              lambda v: 1 / LARGEST <= v <= LARGEST)  # fmt: skip
         for name in ("presence_penalty", "frequency_penalty"):
-            check(name, getattr(self, name), Real, "a finite number (0 = off)", math.isfinite)
-        check("logit_bias", self.logit_bias, Mapping, "token ids with what is added to their logits", _is_bias)
+            check(name, getattr(self, name), Real, "a number that float32 holds (0 = off)", lambda v: abs(v) <= LARGEST)
+        check("logit_bias", self.logit_bias, Mapping,
+              "token ids with what is added to their logits, numbers that float32 holds or -inf", _is_bias)  # fmt: skip
         if self.logprobs is not None:
             check("logprobs", self.logprobs, Integral, "None or an integer ≥ 0", lambda v: v >= 0)
         check("sample", self.sample, Integral, "an integer from 0 to 2**64-1", lambda v: 0 <= v < 2**64)
@@ -88,8 +94,9 @@ def check(name: str, value: object, kind: type, wanted: str, valid) -> None:
 
 
 def _is_bias(bias: Mapping) -> bool:
-    kinds = all(isinstance(k, Integral) and isinstance(v, Real) and not isinstance(v, bool) for k, v in bias.items())
-    return kinds and all(k >= 0 and -math.inf <= v < math.inf for k, v in bias.items())
+    numbers = all(isinstance(k, Integral) and isinstance(v, Real) for k, v in bias.items())
+    bools = any(isinstance(one, bool) for pair in bias.items() for one in pair)
+    return numbers and not bools and all(k >= 0 and (abs(v) <= LARGEST or v == -math.inf) for k, v in bias.items())
 
 
 def sample(logits: np.ndarray, sampling: Sampling, index: int, tokens: Sequence[int] | np.ndarray = ()) -> int:
@@ -104,10 +111,10 @@ def sample(logits: np.ndarray, sampling: Sampling, index: int, tokens: Sequence[
     if sampling.temperature == 0 or sampling.top_k == 1:
         return best
     ids = _top_k(logits, sampling.top_k)
-    chosen = logits if ids is None else logits[ids]
-    weights = chosen.astype(np.float64)
+    weights = (logits if ids is None else logits[ids]).astype(np.float64)
     weights -= float(logits[best])
-    weights /= sampling.temperature
+    with np.errstate(over="ignore"):  # a small temperature makes -inf of what is far from the best
+        weights /= float(sampling.temperature)
     np.exp(weights, out=weights)
     # The likeliest token's weight is 1. It is among the top k, and both keep a beginning of the tokens in order of
     # weight, so it doesn't matter which is done first.
@@ -123,17 +130,18 @@ def sample(logits: np.ndarray, sampling: Sampling, index: int, tokens: Sequence[
 
 
 def adjusted(logits: np.ndarray, sampling: Sampling, tokens: np.ndarray, index: int) -> np.ndarray:
-    """A copy of ``logits`` with bias and penalties; the last ``index`` of ``tokens`` are generated."""
-    logits = logits.copy()
+    """``logits`` with bias and penalties; the last ``index`` of ``tokens`` are generated. Options count as float32, and
+    sums are float64, which no sum of theirs leaves."""
+    logits = logits.astype(np.float64)
     for token, bias in sampling.logit_bias.items():
         logits[token] += np.float32(bias)
     if sampling.repetition_penalty != 1:
-        seen = np.unique(tokens)
-        penalty, values = np.float32(sampling.repetition_penalty), logits[seen]
+        seen, penalty = np.unique(tokens), np.float32(sampling.repetition_penalty)
+        values = logits[seen]
         logits[seen] = np.where(values > 0, values / penalty, values * penalty)
     if sampling.presence_penalty or sampling.frequency_penalty:
         seen, counts = np.unique(tokens[len(tokens) - index :], return_counts=True)
-        logits[seen] -= np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
+        logits[seen] -= counts * np.float64(np.float32(sampling.frequency_penalty))
         logits[seen] -= np.float32(sampling.presence_penalty)
     return logits
 
@@ -149,8 +157,9 @@ def logprob(logits: np.ndarray, token: int, count: int) -> Logprob:
 
 def _best(logits: np.ndarray) -> int:
     best = int(logits.argmax())  # numpy: the first of equals, and the first NaN if there is one
-    if math.isnan(logits[best]):
-        raise NotANumberError(f"The model gave NaN as the logit of token {best}; nothing can be sampled.",
+    if not math.isfinite(logits[best]):
+        value = "NaN" if math.isnan(logits[best]) else "infinite" if logits[best] > 0 else "-infinity"
+        raise NotANumberError(f"The largest logit is {value}, of token {best}; nothing can be sampled.",
                               hint="A value may have left the range of a narrow cache: compile with --kv bf16 or f32.")  # fmt: skip
     return best
 

@@ -53,6 +53,12 @@ class Result:
     logprobs: tuple[Logprob, ...] | None = None
 
 
+def _items(value):
+    """Several things, or None for none, as a list; anything else as it is, for ``check`` to refuse."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    return list(value or ()) if value is None or isinstance(value, (list, tuple, set, frozenset)) else value
+
+
 @dataclass(frozen=True)
 class GenerateOptions:
     """How prompts are continued. ``generate`` and ``stream`` take these by name, and the fields of
@@ -60,7 +66,7 @@ class GenerateOptions:
     every prompt gives what it gives alone.
 
     n               samples of each prompt; each draws for itself, and sample 0 is what n = 1 gives
-    stop            a string or several: text ends before the first of them
+    stop            a string or several: text ends before the one that is complete first
     stop_token_ids  tokens that end the answer, beside the model's own
     ignore_eos      goes on past the model's own stop tokens, not past ``stop_token_ids``
     tools           for chat messages: JSON schemas of functions, as the model's chat template takes them
@@ -70,8 +76,8 @@ class GenerateOptions:
 
     sampling: Sampling = Sampling()
     n: int = 1
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     tools: Sequence[Mapping] | None = None
     documents: Sequence[Mapping] | None = None
@@ -79,20 +85,21 @@ class GenerateOptions:
 
     def __post_init__(self):
         check("n", self.n, Integral, "an integer ≥ 1", lambda v: v >= 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for text in stop:
-            check("stop", text, str, "a string or a list of strings, none of them empty", bool)
-        for token in self.stop_token_ids:
-            check("stop_token_ids", token, Integral, "a list of token ids", lambda v: v >= 0)
+        stop = [self.stop] if isinstance(self.stop, str) else _items(self.stop)
+        check("stop", stop, list, "a string or a list of strings, none of them empty",
+              lambda texts: all(isinstance(text, str) and text for text in texts))  # fmt: skip
+        ids = _items(self.stop_token_ids)
+        check("stop_token_ids", ids, list, "a list of token ids",
+              lambda ids: all(_kind(token) == "token" and token >= 0 for token in ids))  # fmt: skip
         if not isinstance(self.ignore_eos, bool):
             raise OptionError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
         for name in ("tools", "documents"):
             check(name, getattr(self, name) or (), (list, tuple), "a list of mappings (JSON schemas, not functions)",
                   lambda items: all(isinstance(item, Mapping) for item in items))  # fmt: skip
-        check("template", self.template or {}, Mapping, "variables by name",
-              lambda names: all(isinstance(name, str) for name in names))  # fmt: skip
+        check("template", self.template or {}, Mapping, "variables by name, none of them called messages",
+              lambda names: all(isinstance(name, str) and name != "messages" for name in names))  # fmt: skip
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
 
     @property
     def variables(self) -> dict:
@@ -184,10 +191,11 @@ class Session:
         """Logits f32[len(token_ids) - start, vocabulary] at positions ``start`` …, through the caches that generation
         uses. ``chunk`` tokens a step: None = as many as a step takes, 1 = the decode path."""
         self._check_open()
-        check("start", start, Integral, "an integer ≥ 0", lambda v: v >= 0)
-        logits = np.empty((max(0, len(token_ids) - start), self.plan.vocabulary), np.float32)
+        ids = self.engine.checked(token_ids)
+        check("start", start, Integral, f"an integer from 0 to {len(ids) - 1}", lambda v: 0 <= v < len(ids))
+        logits = np.empty((len(ids) - start, self.plan.vocabulary), np.float32)
         with self._lock:
-            request = self.engine.score(token_ids, logits, start=start, chunk=chunk)
+            request = self.engine.score(ids, logits, start=start, chunk=chunk)
             generation = self._live[request] = _Generation(None)
         try:
             while generation.finish is None:
@@ -196,7 +204,7 @@ class Session:
             self._drop(request)
         return logits
 
-    def encode(self, prompt: Prompt, **variables) -> Sequence[int] | np.ndarray:
+    def encode(self, prompt: Prompt, /, **variables) -> Sequence[int] | np.ndarray:
         """The token ids that a prompt stands for. Of chat messages, what they say stays text, control tokens are the
         template's; ``variables`` are given to it (tools, documents, …)."""
         if isinstance(prompt, str):
@@ -398,8 +406,9 @@ def _is_batch(prompt) -> bool:
     """Whether ``prompt`` is a list of prompts. Raises RequestError for what is neither a prompt nor a list of them."""
     if isinstance(prompt, str) or (isinstance(prompt, np.ndarray) and prompt.ndim == 1):
         return False
-    if not isinstance(prompt, (list, tuple, np.ndarray)):
-        raise RequestError(f"A prompt is text, a list of token ids or a list of chat messages, got {type(prompt)}.")
+    if not isinstance(prompt, (list, tuple, np.ndarray)) or (isinstance(prompt, np.ndarray) and not prompt.ndim):
+        raise RequestError("A prompt is text, a list of token ids or a list of chat messages, got "
+                           f"{type(prompt).__name__}.")  # fmt: skip
     kinds = {_kind(item) for item in prompt}
     if len(kinds) > 1 or "other" in kinds:
         found = ", ".join(sorted({type(item).__name__ for item in prompt}))

@@ -128,35 +128,41 @@ class ChatTemplate:
             raise ArtifactError(f"chat_template.jinja can't be read: {error}.") from error
         self._special_tokens = dict(special_tokens or {})
 
-    def render(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = True, **variables) -> str:
-        """The prompt that ``messages`` make. Raises RequestError with the template's own words when it refuses."""
-        values = {"tools": None, "documents": None, **self._special_tokens, **variables}
+    def render(self, messages: Sequence[Mapping], /, *, add_generation_prompt: bool = True, **variables) -> str:
+        """The prompt that ``messages`` make. Raises TemplateError with the template's own words when it refuses."""
+        values = {"tools": None, "documents": None, **self._special_tokens, **variables, "messages": list(messages),
+                  "add_generation_prompt": add_generation_prompt}  # fmt: skip
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
-        except (jinja2.exceptions.TemplateError, TypeError, KeyError, ValueError) as error:
+            return self._template.render(values)
+        except Exception as error:  # templates are programs: they raise whatever their expressions do
             raise TemplateError(f"The model's chat template does not take these messages: {error}.") from error
 
 
 class Marks:
-    """Substitutes for control tokens in text, of two kinds: unguessable, and of characters that no text has."""
+    """Substitutes for control tokens in text: marks, which a template takes for text like any other (digits and points,
+    which no filter for case, JSON or HTML changes), and aliases, of characters that no text has."""
 
     def __init__(self, control: Mapping[str, int]):
-        self._ids, self._names, self._nonce = control, {i: name for name, i in control.items()}, secrets.token_hex(8)
+        self._ids, self._nonce = control, str(secrets.randbits(64))
         names = sorted((name for name in control if name), key=lambda name: (-len(name), name))
-        self._spelled = re.compile("|".join(map(re.escape, names)) or "(?!)")  # the longest first
-        self._hidden = re.compile(f"\ue000{self._nonce}\\.(\\d+)\ue001")
+        starts = sorted({name[0] for name in names})
+        self.names = re.compile("|".join(map(re.escape, names)) or "(?!)")  # the longest first
+        self.starts = re.compile("|".join(map(re.escape, starts)) or "(?!)")
+        self._texts = [*names, *starts]
+        self._numbers = {text: number for number, text in enumerate(self._texts)}
+        self._marks = re.compile(f"{self._nonce}\\.(\\d+)\\.")
 
-    def hide(self, value):
-        """``value`` with a mark for whatever spells a control token, in every string within it."""
+    def hide(self, value, what: re.Pattern):
+        """``value`` with a mark for each ``what`` (``names`` of control tokens or their ``starts``) in its strings."""
         if isinstance(value, str):
-            return self._spelled.sub(lambda m: f"\ue000{self._nonce}.{self._ids[m[0]]}\ue001", value)
+            return what.sub(lambda match: f"{self._nonce}.{self._numbers[match[0]]}.", value)
         if isinstance(value, Mapping):
-            return {self.hide(key): self.hide(item) for key, item in value.items()}
-        return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
+            return {self.hide(key, what): self.hide(item, what) for key, item in value.items()}
+        return [self.hide(item, what) for item in value] if isinstance(value, (list, tuple)) else value
 
     def show(self, text: str) -> str:
-        """The text with what the marks of ``hide`` stand for."""
-        return self._hidden.sub(lambda m: self._names[int(m[1])], text)
+        """The text with what the marks stand for."""
+        return self._marks.sub(lambda match: self._texts[int(match[1])], text)
 
     def alias(self, text: str) -> tuple[str, dict[str, int]]:
         """The text with aliases for the control tokens it has, and the id that each alias stands for."""
@@ -167,7 +173,7 @@ class Marks:
             found[alias] = self._ids[match[0]]
             return alias
 
-        return self._spelled.sub(one, text), found
+        return self.names.sub(one, text), found
 
 
 def _substitute(alias: str, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
@@ -176,25 +182,44 @@ def _substitute(alias: str, token: tokenizers.AddedToken) -> tokenizers.AddedTok
                                  single_word=token.single_word)  # fmt: skip
 
 
-def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping], **variables) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping], /, **variables) -> list[int]:
     """Token ids of the prompt that ``messages`` make: control tokens are what the template writes, and nothing that
     messages, tools, documents or other variables say.
 
-    Ordinarily these are the ids of the rendered text, as in transformers. When something given spells a control token,
-    it is hidden while the template renders (so the template doesn't see it either), and then the template's own control
-    tokens go under aliases while the text is tokenised by a tokenizer that knows no others.
+    Ordinarily these are the ids of the rendered text, as in transformers. When something given makes a control token
+    of it, by itself or joined with its neighbours, the template's own control tokens go under aliases while the text
+    is tokenised by a tokenizer that knows no others.
     """
-    given = {"messages": list(messages), **variables}
+    given = {**_plain(variables), "messages": _plain(list(messages))}
+    rendered = _render(template, given)
     marks = tokenizer.marks
-    hidden = marks.hide(given)
-    if hidden == _plain(given):
-        return tokenizer.encode_rendered(template.render(messages, **variables))
+    marked = _marked(template, given, rendered, marks)
+    if marks.names.findall(marked) == marks.names.findall(rendered):
+        return tokenizer.encode_rendered(rendered)
+    text, controls = marks.alias(marked)
+    return tokenizer.encode_literal(marks.show(text), controls)
+
+
+def _marked(template: ChatTemplate, given: Mapping, rendered: str, marks: Marks) -> str:
+    """The text ``rendered`` of what is ``given``, with marks wherever what is given begins a control token; when the
+    template looks at such characters, and so renders another text, only where it spells a whole one."""
+    fine = marks.hide(given, marks.starts)
+    if fine == given:
+        return rendered
     try:
-        rendered = template.render(hidden.pop("messages"), **hidden)
+        if marks.show(marked := _render(template, fine)) == rendered:
+            return marked
+    except TemplateError:
+        pass
+    whole = marks.hide(given, marks.names)
+    try:
+        return rendered if whole == given else _render(template, whole)
     except TemplateError as error:  # it may quote what it was given
         raise TemplateError(marks.show(error.message)) from error
-    text, controls = marks.alias(rendered)
-    return tokenizer.encode_literal(marks.show(text), controls)
+
+
+def _render(template: ChatTemplate, given: Mapping) -> str:
+    return template.render(given["messages"], **{name: value for name, value in given.items() if name != "messages"})
 
 
 def _plain(value):
@@ -252,7 +277,8 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a stream of pieces before the first stop string, also one that spans pieces."""
+    """Cuts a stream of pieces before the stop string that is complete first (of several, the longest), also one that
+    spans pieces: the text doesn't depend on where pieces end."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
@@ -264,9 +290,9 @@ class StopStrings:
         if self.found or not self._stops:
             return "" if self.found else piece
         self._held += piece
-        hits = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        hits = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         self.found = bool(hits)
-        return self._give(min(hits) if hits else len(self._held) - self._possible_start())
+        return self._give(min(hits)[1] if hits else len(self._held) - self._possible_start())
 
     def flush(self) -> str:
         return "" if self.found else self._give(len(self._held))

@@ -89,10 +89,13 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family("qwen3_moe", EXPERTS | dict(num_experts=8, mlp_only_layers=[], norm_topk_prob=True)),
     "gpt_oss": Family("gpt_oss", HEADS | SLIDING_FULL | dict(num_local_experts=4, num_experts_per_tok=2) | rope(
         "yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=16)),
-    "deepseek_v2": Family("deepseek_v2", MLA | dict(q_lora_rank=None, n_group=4, topk_group=2,
+    # the best of a group counts for it: only fewer groups than experts limit the choice
+    "deepseek_v2": Family("deepseek_v2", MLA | dict(q_lora_rank=None, n_routed_experts=16, n_group=4, topk_group=1,
                                                     topk_method="group_limited_greedy", routed_scaling_factor=1.5)),
     "deepseek_v3": Family("deepseek_v3", MLA | dict(q_lora_rank=32, n_group=4, topk_group=2,
-                                                    routed_scaling_factor=2.5)),
+                                                    routed_scaling_factor=2.5) | rope(
+        "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0,
+        original_max_position_embeddings=16)),
 }
 
 

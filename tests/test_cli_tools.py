@@ -88,6 +88,7 @@ def test_opt_refuses(captured, tmp_path):
     for args, code, words in (
         ((captured, "--passes", "fuse"), "E0301", "unknown pass 'fuse'; valid values are: clean_up"),
         ((captured,), "E0300", "give either passes or the stage"),
+        ((captured, "--passes", "clean_up", "--print-after", "all, typo"), "E0301", "unknown pass 'typo'; valid"),
         ((captured, "--passes", "clean_up", "--to", "fused"), "E0300", "give either"),
         ((captured, "--passes", "plan_memory"), "E0500", "plan_memory requires 'selected'"),
         ((tmp_path / "absent.mlir", "--passes", "clean_up"), "E0100", "absent.mlir"),
@@ -174,7 +175,14 @@ def test_coverage_counts_every_operator_and_names_its_lines(model):
     maps = sum(by_name[op]["flops"] for op in ("linear", "linears"))
     assert maps == 2 * (weights + 3 * 96 * 64)
     text = adaptc_("coverage", model).stdout
+    assert text.startswith("shares of a step of 1 token(s) with 128 in the cache")  # the model's own context
     assert "nothing is missing" in text and "100" not in text.splitlines()[3]
+
+
+def test_coverage_of_an_artifact_is_the_models_without_lines(model, artifact):
+    of_model, of_artifact = (json.loads(adaptc_("coverage", what, "--json").stdout) for what in (model, artifact))
+    assert not any(row.pop("lines") for row in of_artifact) and all(row.pop("lines") for row in of_model)
+    assert of_artifact == of_model
 
 
 class Gaps(FakeCodegen):
@@ -224,6 +232,8 @@ def test_bench_measures_every_point_and_leaves_the_session_usable(artifact):
     gated = [o for o in found.operators if o.op == "gated_linear"]
     assert {o.tokens for o in gated if o.phase == "decode"} == {1, 5}
     assert {o.tokens for o in gated if o.phase == "prefill"} == {3, 15, 16}
+    assert {(o.tokens, o.context) for o in gated if o.phase == "decode"} == {(1, 4), (5, 4), (1, 41), (5, 41)}
+    assert all(o.flops > 0 for o in found.operators), "no logits are asked for in the middle of a prompt"
     for o in gated:
         assert o.places == 3 and o.seconds > 0 and 2 * 2 * 64 * 96 * o.tokens <= o.flops < 2.2 * 2 * 64 * 96 * o.tokens
 
@@ -233,6 +243,11 @@ def test_bench_as_a_command(artifact):
     assert "TTFT ms" in done.stdout and "Kernels alone" in done.stdout and "weights" in done.stdout
     data = json.loads(adaptc_("bench", artifact, "--prompt-lengths", 4, "--concurrency", 1, "--json").stdout)
     assert data["points"][0]["new_tokens"] == 32 and data["operators"] == [] and data["seed"] == 0
+    alone = adaptc_("bench", artifact, "--prompt-lengths", 4, "--concurrency", 1, "--new-tokens", 1).stdout
+    assert alone.splitlines()[4].split()[5:7] == ["-", "-"]  # no time between one token and itself
+    adaptc_("bench", artifact, "--prompt-lengths", 4, "--concurrency", 1, "--new-tokens", 2, "--seed", 2**64 - 1)
+    for seed in (-1, 2**64):
+        assert "[E0300] seed must be" in adaptc_("bench", artifact, "--seed", seed, code=2).stderr
     assert "[E0300] --concurrency" in adaptc_("bench", artifact, "--concurrency", "two", code=2).stderr
     assert "[E0702]" in adaptc_("bench", artifact, "--prompt-lengths", "120", code=2).stderr
     assert "[E0300] prompt_lengths must be" in adaptc_("bench", artifact, "--prompt-lengths", "0", code=2).stderr
@@ -265,6 +280,11 @@ def test_forms_are_sums_of_products():
 
 
 # ---- the rest
+
+
+def test_inspect_prints_one_thing():
+    for flags in (("--plan", "--memory"), ("--plan", "--profile-table"), ("--ir", "fused", "--profile-table")):
+        assert "[E0300] --ir, --plan, --memory and --profile-table each" in adaptc_("inspect", "x", *flags, code=2).stderr
 
 
 def test_profile_table(model, artifact):
@@ -308,7 +328,7 @@ def test_run_samples_penalties_and_tools(artifact, tmp_path):
                        ((artifact, "Hi", "--tools", "x.json"), "E0300"),
                        ((artifact, "--chat", "a", "--tools", tmp_path / "no.json"), "E0102"),
                        ((artifact, "Hi", "--min-p", 2), "E0300"), ((artifact, ""), "E0701"),
-                       ((artifact, "Hi", "-n", 99), "E0300"), ((artifact, "x" * 200), "E0702")):
+                       ((artifact, "Hi", "--logprobs", 2), "E0300"), ((artifact, "Hi", "-n", 99), "E0300"), ((artifact, "x" * 200), "E0702")):
         assert f"adaptc: [{code}] " in adaptc_("run", *args, code=2).stderr
 
 

@@ -5,6 +5,8 @@ The rows are in ``families``; ``python tests/families.py --seeds 3`` runs all of
 
 from __future__ import annotations
 
+import copy
+
 import families
 import numpy as np
 import pytest
@@ -29,6 +31,28 @@ def test_prefill_and_steps_are_the_authors_forward(name, tmp_path):
     assert result.same, "the same sequence, cut otherwise, gives other bits"
     assert result.worst <= families.TOLERANCE
     assert result.near <= 0.05, "too many tokens with a near-tie in a router"
+
+
+WIDER = {
+    "sliding_window": 4096, "num_experts_per_tok": 1, "topk_group": 4, "topk_method": "greedy",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "no_rope_layer_interval": 10,
+    "partial_rotary_factor": 1.0, "rotary_pct": 1.0,
+}
+"""Keys that limit something, each with a value that lifts or moves the limit."""
+
+
+@pytest.mark.parametrize("name, key", [(name, key) for name in NAMES for key in WIDER
+                                       if families.FAMILIES[name].keys.get(key) is not None])  # fmt: skip
+def test_windows_experts_groups_and_ropes_are_active(name, key):
+    """The tested tokens reach each limit: without it the authors' logits are others."""
+    import torch
+
+    row = families.FAMILIES[name]
+    tokens = torch.tensor([families.tokens_of(families.PROMPT + families.STEPS, 0)])
+    with torch.inference_mode():
+        limited, free = (families.build(row.model_type, copy.deepcopy(row.keys | changes), 0)(tokens, use_cache=False)
+                         .logits for changes in ({}, {key: WIDER[key]}))  # fmt: skip
+    assert (limited - free).abs().max() > 1e-3 * limited.abs().max()
 
 
 @pytest.mark.parametrize("name", ["phi3_longrope", "rope_dynamic"])

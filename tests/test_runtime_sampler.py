@@ -78,11 +78,33 @@ def test_draws_depend_on_seed_and_index_alone():
 
 def test_extreme_logits():
     assert sample(row(-np.inf, 1e38, -1e38), Sampling(1e-6), 0) == 1
-    assert sample(row(0, 1, 0), Sampling(1e300, top_p=0.999), 0) in (0, 1, 2)
-    with pytest.raises(AdaptcError, match="NaN as the logit of token 1"):
-        sample(row(0, np.nan, 3), Sampling(), 0)
-    with pytest.raises(AdaptcError, match="NaN"):
-        sample(row(0, np.nan, 3), Sampling(1.0), 0)
+    assert sample(row(0, 1, 0), Sampling(1e38, top_p=0.999), 0) in (0, 1, 2)
+    for bad, name in ((np.nan, "NaN"), (np.inf, "infinite")):
+        for temperature in (0, 1.0):
+            with pytest.raises(AdaptcError, match=f"The largest logit is {name}, of token 1"):
+                sample(row(0, bad, 3), Sampling(temperature), 0)
+    with pytest.raises(AdaptcError, match="The largest logit is -infinity"):
+        sample(row(-np.inf, 1), Sampling(logit_bias={1: -np.inf}), 0)
+
+
+MOST = 3.4e38
+
+
+@pytest.mark.parametrize("options, allowed", [
+    (dict(temperature=1e-320), {3}), (dict(temperature=MOST), {0, 1, 2, 3, 4}),
+    (dict(logit_bias={0: MOST, 1: MOST}), {0, 1}), (dict(logit_bias={3: -MOST}), {0, 1, 2, 4}),
+    (dict(logit_bias={0: MOST}, repetition_penalty=3e-39), {0}),
+    (dict(repetition_penalty=MOST), {1, 2, 3}), (dict(repetition_penalty=3e-39), {3}),
+    (dict(presence_penalty=MOST), {0, 1, 2}), (dict(presence_penalty=-MOST, temperature=1e20), {3, 4}),
+    (dict(frequency_penalty=MOST), {0, 1, 2}), (dict(frequency_penalty=-MOST), {3}),
+])  # fmt: skip
+def test_extreme_options_keep_their_meaning(options, allowed):
+    """Nothing overflows. The answer is 3, 3, 4, again and again."""
+    logits = row(-1, 1, 2, 3, -1)
+    chosen = Sampling(**{"temperature": 1.0, **options})
+    with np.errstate(over="raise", divide="raise", invalid="raise"):
+        drawn = {sample(logits, chosen, 3 + i, [0, *[3, 3, 4] * 20][: 4 + i]) for i in range(0, 54, 3)}
+    assert drawn <= allowed
 
 
 @pytest.mark.parametrize("option, bad", [
@@ -120,7 +142,7 @@ def test_repetition_penalty_is_that_of_transformers(seed, penalty):
     logits, tokens = rows(seed)
     wanted = processed([RepetitionPenaltyLogitsProcessor(penalty)], tokens, logits)
     got = adjusted(logits, Sampling(repetition_penalty=penalty), np.array(tokens), 4)
-    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(got.astype(np.float32), wanted)
     assert sample(logits, Sampling(repetition_penalty=penalty), 4, tokens) == wanted.argmax()
 
 
@@ -131,7 +153,8 @@ def test_logit_bias_is_that_of_transformers(seed):
     logits, tokens = rows(seed)
     bias = {3: 2.5, 7: -4.0, int(logits.argmax()): -float("inf")}
     wanted = processed([SequenceBiasLogitsProcessor({(k,): v for k, v in bias.items()})], tokens, logits)
-    np.testing.assert_array_equal(adjusted(logits, Sampling(logit_bias=bias), np.array(tokens), 4), wanted)
+    got = adjusted(logits, Sampling(logit_bias=bias), np.array(tokens), 4)
+    np.testing.assert_array_equal(got.astype(np.float32), wanted)
     assert sample(logits, Sampling(logit_bias=bias), 4, tokens) == wanted.argmax() != logits.argmax()
 
 
@@ -201,7 +224,9 @@ def test_samples_of_a_prompt_draw_apart_and_the_first_is_what_one_is():
     ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0), ("repetition_penalty", "x"),
     ("presence_penalty", float("inf")), ("frequency_penalty", True), ("logit_bias", [1]), ("logit_bias", {"a": 1}),
     ("logit_bias", {1: float("nan")}), ("logit_bias", {-1: 0.0}), ("logit_bias", {1: float("inf")}), ("logprobs", -1),
-    ("logprobs", 1.5), ("sample", -1),
+    ("logprobs", 1.5), ("sample", -1), ("temperature", 1e39), ("temperature", 10**400), ("presence_penalty", 10**400),
+    ("frequency_penalty", -1e39), ("repetition_penalty", 1e39), ("repetition_penalty", 1e-39),
+    ("logit_bias", {1: 1e39}), ("logit_bias", {True: 1.0}), ("logit_bias", {1: True}), ("logit_bias", None),
 ])  # fmt: skip
 def test_bad_options_of_the_newer_kind_are_named(option, bad):
     with pytest.raises(OptionError, match=f"^{option} must be"):

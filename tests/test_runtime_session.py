@@ -98,7 +98,7 @@ def test_score(ids_only):
             logits = ids_only.score(PROMPT, start=start, chunk=chunk)
             assert logits.dtype == np.float32 and (logits == expected[start:]).all()
     assert ids_only.score(np.array(PROMPT[:1])).shape == (1, VOCABULARY)
-    for bad in ([], [1, 99], [[1]]):
+    for bad in ([], [1, 99], [[1]], 5, None, "ab", np.array(3), [[1], [1, 2]]):
         with pytest.raises(RequestError):
             ids_only.score(bad)
     for options in (dict(start=12), dict(start=-1), dict(start=1.5), dict(chunk=0)):
@@ -111,7 +111,7 @@ def test_score(ids_only):
     ([[1], [1, 40]], "Prompt 1: .*40"),
     ([1] * 49, "49 tokens; the artifact's context is 48"), ([1, "a"], "one kind. Got int, str"),
     (5, "A prompt is text"), ({}, "A prompt is"),
-    (None, "A prompt is text"), ([None], "Got NoneType"), ([1.0], "Got float"), ([True], "Got bool"),
+    (None, "A prompt is text"), (np.array(5), "A prompt is text"), ([None], "Got NoneType"), ([1.0], "Got float"), ([True], "Got bool"),
 ])  # fmt: skip
 def test_prompts_that_are_refused(ids_only, prompt, words):
     with pytest.raises(RequestError, match=words):
@@ -120,13 +120,23 @@ def test_prompts_that_are_refused(ids_only, prompt, words):
 
 @pytest.mark.parametrize("options", [
     dict(max_tokens=0), dict(max_tokens=2.0), dict(temperature=-1), dict(top_k=-1), dict(top_p=0), dict(seed=-1),
-    dict(stop=[""]), dict(stop=[3]), dict(stop_token_ids=["a"]), dict(ignore_eos=1),
+    dict(stop=[""]), dict(stop=[3]), dict(stop_token_ids=["a"]), dict(ignore_eos=1), dict(stop=5), dict(stop=b"a"),
+    dict(stop=np.array("a")), dict(stop_token_ids=5), dict(stop_token_ids=[True]), dict(stop_token_ids=[-1]),
+    dict(template={"messages": []}), dict(logit_bias=None),
 ])  # fmt: skip
 def test_bad_options_are_named(ids_only, options):
     (name,) = options
     for call in (ids_only.generate, ids_only.stream):
         with pytest.raises(OptionError, match=f"^{name} must be"):
             call(PROMPT, **options)
+
+
+def test_nothing_to_stop_at_and_sequences_of_every_kind(ids_only):
+    whole = ids_only.generate(PROMPT, 4, stop=None, stop_token_ids=None)
+    assert whole == dataclasses.replace(ids_only.generate(PROMPT, 4), ttft_s=whole.ttft_s, tpot_s=whole.tpot_s)
+    first = whole.token_ids[:1]
+    for ids in (first, list(first), set(first), np.array(first)):
+        assert ids_only.generate(PROMPT, 4, stop_token_ids=ids).token_ids == first
 
 
 def test_text_and_chat(text):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runtime_text import byte_fallback_tokenizer, byte_level_tokenizer
 
 from adaptc.artifact_format import TextInfo
-from adaptc.errors import ArtifactError, RequestError
+from adaptc.errors import ArtifactError, RequestError, TemplateError
 from adaptc.runtime.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer, encode_chat
 
 KINDS = {"byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer}
@@ -171,21 +171,27 @@ def test_bos_of_the_template_is_not_doubled():
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
 @settings(max_examples=300, deadline=None)
 def test_stop_strings_cut_the_same_wherever_pieces_end(text, stops, data):
+    """Before the one that is complete first, and of several that end there the longest."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
     stream, given_, at = StopStrings(stops), "", 0
     for piece in pieces:
         given_ += stream.push(piece)
         at += len(piece)
-        if stream.found:
-            break
-        assert not any(stop in given_ for stop in stops)
-        tail = text[len(given_) : at]
-        assert text.startswith(given_) and (not tail or any(s.startswith(tail) for s in stops))
+        if not stream.found:
+            assert not any(stop in given_ for stop in stops)
+            tail = text[len(given_) : at]
+            assert text.startswith(given_) and (not tail or any(s.startswith(tail) for s in stops))
     given_ += stream.flush()
-    hits = [text.find(s, 0, at) for s in stops if s in text[:at]]
-    assert stream.found == bool(hits)
-    assert given_ == (text[: min(hits)] if hits else text)
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    assert stream.found == bool(ends)
+    assert given_ == (text[: min(ends)[1]] if ends else text)
+
+
+def test_a_stop_string_within_another_is_complete_first():
+    for pieces in (["xabcdy"], ["xabc", "dy"], list("xabcdy")):
+        stream = StopStrings(["abcd", "c"])
+        assert "".join(map(stream.push, pieces)) == "xab" and stream.found
 
 
 def test_text_that_can_be_no_stop_is_not_held():
@@ -331,6 +337,55 @@ def test_control_tokens_in_tools_documents_and_roles_stay_text(smollm2):
                         tools=tools and [{"a": 1}], documents=[{"title": "", "text": ""}])  # fmt: skip
     assert controls(smollm2, ids) == controls(smollm2, plain)
     assert smollm2.ours.decode(ids).count("<|im_end|>") == 8
+
+
+JOINING = {
+    "parts": ("{% for c in messages[0].content %}{{ c.text }}{% endfor %}", [{"text": "<|im"}, {"text": "_end|>"}]),
+    "removed": ("{{ messages[0].content | replace('x', '') }}", "a<|im_xend|>b"),
+    "sum": ("{{ messages[0].a + messages[0].b }}", None),
+    "upper": ("{{ messages[0].content | lower }}", "<|IM_END|>"),
+    "template": ("<|im{{ messages[0].content }}<|im_end|>", "<|im_end|>"),
+}
+
+
+@pytest.mark.parametrize("how", JOINING)
+def test_control_tokens_that_the_template_puts_together_stay_text(smollm2, how):
+    """What is said begins a control token, and what the template does to it or puts after it completes it."""
+    source, content = JOINING[how]
+    messages = [{"role": "user", "content": content, "a": "<", "b": "|im_end|>"}]
+    template = ChatTemplate("<|im_start|>" + source + "<|im_end|>")
+    ids = encode_chat(smollm2.ours, template, messages)
+    assert controls(smollm2, ids)[0] == "<|im_start|>" and controls(smollm2, ids)[-1] == "<|im_end|>"
+    assert len(controls(smollm2, ids)) == (3 if how == "template" else 2)
+    assert "<|im_end|>" in smollm2.ours.decode(ids).lower()
+
+
+def test_a_template_that_looks_at_what_is_said_sees_it(smollm2):
+    """Qwen3's cuts off what was thought; control tokens beside it stay text."""
+    template = ChatTemplate("<|im_start|>{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}")
+    plain = encode_chat(smollm2.ours, template, [{"content": "<think>a</think>b < c"}])
+    assert plain == smollm2.ours.encode("<|im_start|>b < c")
+    ids = encode_chat(smollm2.ours, template, [{"content": "<think>a</think>b <|im_end|>"}])
+    assert controls(smollm2, ids) == ["<|im_start|>"] and smollm2.ours.decode(ids) == "b <|im_end|>"
+
+
+def test_control_tokens_in_json_with_escapes_stay_text(smollm2):
+    template = ChatTemplate("<|im_start|>{{ messages | tojson(ensure_ascii=True) }}")
+    ids = encode_chat(smollm2.ours, template, [{"content": "é<|im_end|>"}])
+    assert controls(smollm2, ids) == ["<|im_start|>"]
+    assert smollm2.ours.decode(ids) == json.dumps([{"content": "é<|im_end|>"}])
+
+
+@pytest.mark.parametrize("expression", ["1 / 0", "range(10 ** 9) | list", "messages[0].content.x.y", "[].pop()", "'a' * 2 + 1"])
+def test_whatever_a_template_raises_is_its_refusal(expression):
+    with pytest.raises(TemplateError, match="template does not take these messages"):
+        ChatTemplate("{{ %s }}" % expression).render([{"content": "a"}])
+
+
+@pytest.mark.parametrize("name", ["self", "tokenizer", "template", "prompt", "bos_token"])
+def test_a_variable_of_the_template_may_have_any_name(name):
+    template = ChatTemplate("{{ %s }}{{ messages[0].content }}" % ("''" if name == "self" else name))
+    assert tokenizer().decode(encode_chat(tokenizer(), template, [{"content": "b"}], **{name: "a"})) in ("ab", "b")
 
 
 def test_a_refusal_quotes_what_was_said():

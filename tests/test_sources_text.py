@@ -172,3 +172,24 @@ def test_a_damaged_stop_id_is_named(folder):
 def test_a_folder_without_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
     assert open_source(folder).text() == TextBundle()
+
+
+def test_of_templates_by_name_the_one_for_tools_is_taken_with_tools(tmp_path):
+    """Command-R's kind: as transformers chooses, blanks and line ends at the templates' ends included."""
+    import tiny_models
+    from transformers import AutoTokenizer
+
+    from adaptc.runtime.text import ChatTemplate
+
+    folder = tiny_models.write(tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    named = {"default": "  \n{% for m in messages %}{{ m.content }}\n{% endfor %}  \n",
+             "tool_use": "\n  {{ tools | tojson }}{% if true %}\n{% endif %}\n\n", "rag": "never"}
+    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = ChatTemplate(open_source(folder).text().chat_template)
+    chat, tools = [{"role": "user", "content": "Hi"}], [{"type": "function"}]
+    for given in (None, tools):
+        wanted = theirs.apply_chat_template(chat, tools=given, tokenize=False, add_generation_prompt=True)
+        assert ours.render(chat, tools=given) == wanted

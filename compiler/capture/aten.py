@@ -80,18 +80,23 @@ def _binary(name: str, neutral: float | None = None, swapped: bool = False) -> R
     def rule(w, x, y, alpha=1):
         if isinstance(y, (int, float)) and y == neutral and w.b.spec(x).dtype == w.dtype:
             return x
-        x, y = w.value(x), w.value(y)
+        x, y = (w.value(y), w.value(x)) if swapped else (w.value(x), w.value(y))
         if alpha != 1:
             y = w.b.mul(y, w.value(alpha))
-        return w.b.op(name, y, x) if swapped else w.b.op(name, x, y)
+        return w.b.op(name, x, y)
 
     return rule
 
 
+WIDENING = ("i1", "i8", "i32", "f16", "bf16", "f32", "f64")
+"""Of two dtypes of a comparison, the later one."""
+
+
 def _compare(predicate: str) -> Rule:
     def rule(w, x, y):
-        kinds = [w.b.spec(v).dtype for v in (x, y) if isinstance(v, ir.Value)]
-        kind = "f32" if "f32" in kinds or any(isinstance(v, float) for v in (x, y)) else kinds[0]
+        kinds = {bool: "i1", int: "i32", float: "f32"}
+        found = [w.b.spec(v).dtype if isinstance(v, ir.Value) else kinds.get(type(v), "i32") for v in (x, y)]
+        kind = max(found, key=WIDENING.index)
         return w.b.compare(w.value(x, kind), w.value(y, kind), predicate=predicate)
 
     return rule
@@ -117,6 +122,12 @@ def _where(w, condition, x, y):
 
 def _not(w, x):
     return w.b.compare(w.value(x, "i1"), w.value(0, "i1"), predicate="eq")
+
+
+def _bitwise_not(w, x):
+    if w.dtype != "i1":
+        raise CaptureError(f"it complements the bits of {w.dtype}; adaptc captures the negation of conditions.")
+    return _not(w, x)
 
 
 def _log1p(w, x):
@@ -265,15 +276,21 @@ def _top_k(w, x, k, dim=-1, largest=True, sorted=True):
     return w.b.top_k(x, k=k)
 
 
-def _max(w, x, dim=None, keepdim=False):
-    """The largest element, and, along the last dimension, its index."""
-    if dim is None:
-        return _reduced(w, x, "max", None, False)
-    largest = _reduced(w, x, "max", dim, keepdim)
-    if dim % w.b.rank(x) != w.b.rank(x) - 1:
-        return largest, None
-    _, index = w.b.top_k(x, k=1)
-    return largest, index if keepdim else w.b.reshape(index, shape=w.b.shape(x)[:-1])
+def _extreme(kind: str) -> Rule:
+    """Of two tensors, element by element; or of one, and the largest's index along the last dimension."""
+
+    def rule(w, x, dim=None, keepdim=False):
+        if isinstance(dim, ir.Value):
+            return w.b.op(kind, w.value(x), w.value(dim))
+        value = _reduced(w, x, kind, dim, keepdim)
+        if dim is None:
+            return value
+        if kind != "max" or dim % w.b.rank(x) != w.b.rank(x) - 1:
+            return value, None
+        _, index = w.b.top_k(x, k=1)
+        return value, index if keepdim else w.b.reshape(index, shape=w.b.shape(x)[:-1])
+
+    return rule
 
 
 def _gather(w, x, dim, index, sparse_grad=False):
@@ -284,6 +301,8 @@ def _gather(w, x, dim, index, sparse_grad=False):
 def _scatter(w, x, dim, index, value):
     """``value`` at the places along the last dimension that ``index`` names."""
     _last(w, x, dim, "writes")
+    if isinstance(value, ir.Value) and w.b.rank(value):
+        raise CaptureError("it writes a tensor's elements at chosen places; adaptc captures writing one value.")
     shape = w.b.shape(index)
     count = w.b.shape(x)[-1]
     numbers = w.b.constant(value=list(range(count)), shape=(count,), dtype="i32")
@@ -488,7 +507,7 @@ TABLE: dict[str, Rule] = {
     "aten.minimum": _binary("min"),
     **{f"aten.{name}": _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     "aten.logical_not": _not,
-    "aten.bitwise_not": _not,
+    "aten.bitwise_not": _bitwise_not,
     "aten.where": _where,
     "aten.masked_fill": lambda w, x, mask, value: _where(w, mask, value, x),
     **{f"aten.{name}": _parts(_same) for name in ("contiguous", "clone", "detach", "detach_", "alias", "lift_fresh_copy")},
@@ -506,7 +525,8 @@ TABLE: dict[str, Rule] = {
     "aten.view_as_real": _view_as_real,
     "aten.copy": _copy,
     "aten.slice_scatter": _slice_scatter,
-    "aten.max": _max,
+    "aten.max": _extreme("max"),
+    "aten.min": _extreme("min"),
     "aten.topk": _top_k,
     "aten.gather": _gather,
     "aten.scatter": _scatter,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import sys
 import traceback
@@ -19,7 +20,7 @@ PREFIX = "module"
 """The name of the authors' module within what is traced."""
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
 _REMOTE = "transformers_modules"
 """Package that transformers puts a model folder's code in, under a name with a hash of it."""

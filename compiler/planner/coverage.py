@@ -41,8 +41,7 @@ def coverage(program: Program, codegen: Codegen) -> list[CoverageRow]:
     for path, op in places(program):
         name = short_name(op)
         count, mapped, modules = found.get(name, (0, True, set()))
-        supported = row(name).aliases or codegen.select(spec_of(op)) is not None
-        found[name] = (count + 1, mapped and supported, modules | {kind_of(path)})
+        found[name] = (count + 1, mapped and _mapped(spec_of(op), codegen), modules | {kind_of(path)})
     rows = [
         CoverageRow(name, count, "mapped" if mapped else "missing", tuple(sorted(modules)))
         for name, (count, mapped, modules) in found.items()
@@ -52,6 +51,11 @@ def coverage(program: Program, codegen: Codegen) -> list[CoverageRow]:
         for name, parts in program.fact("decomposed", {}).items()
     ]
     return sorted(rows, key=lambda r: r.op)
+
+
+def _mapped(spec: OpSpec, codegen: Codegen) -> bool:
+    """Whether the backend has kernels for an operator, or it needs none."""
+    return bool(row(spec.op).aliases) or codegen.select(spec) is not None
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def survey(captured: Program, whole: Program, decomposed: Program, codegen: Code
     kinds: dict[tuple[str, str], _Kind] = {}
     for path, op in places(whole):
         spec = spec_of(op)
-        if row(spec.op).aliases or codegen.select(spec) is not None:
+        if _mapped(spec, codegen):
             status = "mapped"
         else:
             status = f"decomposed into {', '.join(parts[spec.op])}" if spec.op in parts else "missing"
@@ -102,10 +106,8 @@ def survey(captured: Program, whole: Program, decomposed: Program, codegen: Code
         _note(kind, path, spec.op, lines)
     for path, op in places(decomposed):
         spec = spec_of(op)
-        if not row(spec.op).aliases and codegen.select(spec) is None and (spec.op, "missing") not in kinds:
-            kinds[spec.op, "missing"] = _Kind()
-        if (kind := kinds.get((spec.op, "missing"))) is not None and codegen.select(spec) is None:
-            _note(kind, path, spec.op, lines)
+        if not _mapped(spec, codegen):
+            _note(kinds.setdefault((spec.op, "missing"), _Kind()), path, spec.op, lines)
     rows = [CoverageRow(op, k.count, status, tuple(sorted(k.modules)), k.flops, k.bytes, tuple(k.lines))
             for (op, status), k in kinds.items()]
     return sorted(rows, key=lambda r: (not r.missing, -r.flops, -r.bytes, r.op))
@@ -118,13 +120,17 @@ def _note(kind: _Kind, path: str, op: str, lines: Mapping[tuple[str, str], dict[
 
 _FILE = re.compile(r'"([^"]+)":(\d+):')
 
+_TEXT = "-"
+"""The file of a location that MLIR's parser gives: the line of a printed stage."""
+
 
 def _lines(captured: Program) -> dict[tuple[str, str], dict[str, None]]:
     """Lines of source by kind of module and operator, and by kind of module alone (""). Empty for a program that was
     read from text: locations are no part of a printed stage."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for path, op in places(captured):
-        if (at := _FILE.search(str(op.operation.location))) is not None:
+        at = _FILE.search(str(op.operation.location))
+        if at is not None and at[1] != _TEXT:
             for name in (short_name(op), ""):
                 found.setdefault((kind_of(path), name), {})[f"{at[1]}:{at[2]}"] = None
     return found

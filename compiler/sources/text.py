@@ -33,9 +33,7 @@ def bundle(tokenizer: Any, stop_ids: Iterable[int | None]) -> TextBundle:
     backend.no_truncation()
     added = json.loads(text := backend.to_str())["added_tokens"]
     special = {token["content"]: token["id"] for token in added if token["special"]}
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
+    template = _one_template(tokenizer.chat_template)
     stops = {tokenizer.eos_token_id, *stop_ids}
     stops |= {special[token] for token in rules.END_OF_TURN if template and token in template and token in special}
     first = backend.encode("", add_special_tokens=True).ids[:1]
@@ -46,6 +44,19 @@ def bundle(tokenizer: Any, stop_ids: Iterable[int | None]) -> TextBundle:
         special_tokens={k: v for k in ("bos_token", "eos_token") if (v := getattr(tokenizer, k)) is not None},
     )
     return TextBundle(text.encode("utf-8"), template, info)
+
+
+def _one_template(template: str | Mapping[str, str] | None) -> str | None:
+    """A tokenizer's chat template; of several by name, one that does what transformers does: "tool_use" when tools are
+    given, else "default". None when there is none for plain chats."""
+    if not isinstance(template, Mapping):
+        return template
+    default, tools = template.get("default"), template.get("tool_use")
+    if default is None or tools is None:
+        return default
+    # the + keeps blanks and line ends beside the tags, as they are at a text's ends; jinja drops one final line end
+    return "".join(("{%+ if tools +%}", tools.removesuffix("\n"), "{%+ else +%}", default.removesuffix("\n"),
+                    "{%+ endif +%}"))  # fmt: skip
 
 
 def gguf_bundle(architecture: str, metadata: Mapping[str, Any], name: str) -> TextBundle:

@@ -1,0 +1,48 @@
+"""ATen's operators as modelling code may call them, each captured and run against torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_capture import close, logits, tokens_of, weights
+from test_capture_errors import error, llama
+
+from adaptc.backends.reference.interpreter import Reference
+from adaptc.capture import capture_module
+
+FUNCTIONS = {
+    "rsub_alpha": lambda m, x: torch.rsub(x, 2.0 * x + 1, alpha=3),
+    "sub_alpha": lambda m, x: torch.sub(x, x + 1, alpha=3),
+    "add_alpha": lambda m, x: torch.add(x, x * x, alpha=-0.5),
+    "maximum_of_two": lambda m, x: torch.max(x, 0.3 - x) + torch.min(x, 0.2 * x),
+    "extremes": lambda m, x: x * x.max(-1, keepdim=True)[0] + x.min(-1, keepdim=True)[0],
+    "integers_and_floats": lambda m, x: x * (x > torch.arange(32)) + x * (torch.arange(32) > 10 * x),
+    "conditions_and_integers": lambda m, x: x * ((x > 0) < torch.arange(32)) + x * ((x > 0) == 1),
+    "conditions_and_floats": lambda m, x: x * ((x > 0) < 0.5) + x * ((x > 0).to(torch.int64) > 0.5),
+    "not": lambda m, x: torch.where(~(x > 0), x * 2, x) + x * torch.logical_not((x > 1).to(torch.int64)),
+    "scatter": lambda m, x: x.scatter(-1, x.topk(3)[1], 0.25),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operators_mean_what_torchs_do(name):
+    torch.manual_seed(0)
+    module = llama(FUNCTIONS[name])
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    program = capture_module(module, module.config)
+    for count in (2, 9):
+        tokens = tokens_of(count, count)
+        wanted = logits(module, tokens)
+        assert np.isfinite(wanted).all() and np.abs(wanted).max() > 1e-3
+        close(Reference(program, weights(module)).score(tokens), wanted)
+
+
+@pytest.mark.parametrize("function, words", [
+    (lambda m, x: x * (~torch.arange(32)), "complements the bits of i32"),
+    (lambda m, x: x.scatter(-1, x.topk(32)[1], x * 2), "writes a tensor's elements at chosen places"),
+])  # fmt: skip
+def test_what_has_another_meaning_is_refused(function, words):
+    assert words in error(llama(function))
