@@ -87,7 +87,7 @@ def check(subject: Subject, progress: Callable) -> Level:
         if reason:
             level.left_out.append(f"{_name(subject, variant)}: {reason}")
         else:
-            count, finding = _variant(caller, variant, done)
+            count, finding = _variant(caller, variant)
             cases += count
             level.findings += [finding] if finding else []
         progress("operators", done + 1, len(found))
@@ -113,9 +113,9 @@ def _name(subject: Subject, variant: Variant) -> str:
     return " ".join(subject.describe(variant.operators[0]))
 
 
-def _variant(caller: Caller, variant: Variant, seed: int) -> tuple[int, Finding | None]:
+def _variant(caller: Caller, variant: Variant) -> tuple[int, Finding | None]:
     """(calls made, the worst disagreement)."""
-    rng = np.random.default_rng(seed)
+    rng = caller.subject.random("operands", *variant.operators)
     worst: tuple[float, float, float, str] | None = None
     count = 0
     for number, case in enumerate(caller.cases(variant, rng)):
@@ -287,11 +287,11 @@ class Caller:
         others begin. Pages are handed out in random order, and hold NaN where nothing was written or may be read."""
         operator, spec = row(variant.spec.op), variant.spec
         kind: StateSpec = spec.operands[operator.state]
-        cache = _Cache(kind, self.most["R"], self.plan.max_context)
+        cache = _Cache(kind, self.most["R"], self.plan.max_context, self.subject.random("pages"))
         names = operator.operands
         tokens, requests = case.sizes["T"], max(1, min(case.sizes["R"], case.sizes["T"]))
         past = min(self.plan.max_context - tokens, (kind.window or 2 * kind.key_block) + kind.page_size + 3)
-        rng = np.random.default_rng(tokens)
+        rng = self.subject.random("past", tokens)
         start, step = 0, max(1, self.most["T"])
         while start < past:  # the past, in steps as large as they may be
             count = min(step, past - start)
@@ -335,14 +335,14 @@ class Caller:
 class _Cache:
     """A page pool with its block table, and the oracle's rows beside it."""
 
-    def __init__(self, kind: StateSpec, requests: int, context: int):
+    def __init__(self, kind: StateSpec, requests: int, context: int, rng):
         bytes_ = {"f32": 4, "f16": 2, "bf16": 2}[kind.dtype]
         page = sum(h * w for _, h, w in kind.parts) * kind.page_size * bytes_
         pages = -(-context // kind.page_size) * 2 + requests + 2
         self.kind, self.rows = kind, RowState(kind)
         self.memory = (aligned((pages, page), np.uint8, 0xFF),
                        aligned((requests, kind.max_pages), np.int32, -1))
-        self.free = list(np.random.default_rng(7).permutation(pages))
+        self.free = list(rng.permutation(pages))
 
     def hold(self, request: int, tokens: int) -> None:
         table = self.memory[1][request]

@@ -39,7 +39,8 @@ class Subject:
     model's own tensors. ``level`` is the CPU level whose kernels are tried: the one that loading takes.
     """
 
-    def __init__(self, path):
+    def __init__(self, path, seed: int = 0):
+        self.seed = seed
         self.artifact: Artifact = load_artifact(path)
         self.plan = self.artifact.plan
         self.backend = backends.launcher(self.plan.backend)
@@ -57,6 +58,10 @@ class Subject:
         self._values: dict[str, np.ndarray] = {}
         self.trying = Note()
         """The operator that native code is about to run, for when it crashes."""
+
+    def random(self, *what: object) -> np.random.Generator:
+        """The random numbers of one purpose: the same for the same seed, whatever else was drawn."""
+        return np.random.default_rng([self.seed, *repr(what).encode()])
 
     def values(self, name: str) -> np.ndarray:
         """A weight's float32 values in its parameter's shape, unpacked from the artifact."""
