@@ -93,8 +93,8 @@ class PlanWalk(Reference):
         self.executable, self.operators, self.trying = executable, subject.plan.operators(), subject.trying
         self.symbols: dict[str, int] = {}
         self.next = 0
-        self.worst: dict[int, tuple[float, float, float]] = {}
-        """Operator id → (ratio, error, bound) where it is furthest from what is allowed."""
+        self.worst: dict[int, tolerances.Excess] = {}
+        """Operator id → where it is furthest from what is allowed."""
         self.progress: Callable = lambda *a: None
 
     def begin(self, symbols: dict[str, int]) -> None:
@@ -126,10 +126,8 @@ class PlanWalk(Reference):
             if ours.shape != theirs.shape:
                 raise Disagrees(f"operator {planned.id} {name} in {source}: its buffer {handle} has shape "
                                 f"{ours.shape}, the program says {theirs.shape}")
-            error, bound = tolerances.excess(operator, attrs, before, ours, i, theirs, length)
-            ratio = error / bound if bound else (np.inf if error else 0.0)
-            if ratio >= self.worst.get(planned.id, (0.0, 0.0, 0.0))[0]:
-                self.worst[planned.id] = (ratio, error, bound)
+            excess = tolerances.excess(operator, attrs, before, ours, i, theirs, length)
+            self.worst[planned.id] = max(excess, self.worst.get(planned.id, excess), key=lambda e: e.ratio)
             results.append(ours)
         return tuple(results)
 
@@ -215,17 +213,15 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
     finally:
         executable.close()
         progress("steps", 1, 1)
-    for index, (ratio, error, bound) in sorted(walk.worst.items()):
-        if ratio > 1:
-            name, module = subject.describe(index)
+    for index, excess in sorted(walk.worst.items()):
+        if excess.ratio > 1:
             level.findings.append(Finding("the plan's result isn't what the operator means on the same inputs",
-                                          name, module, error, bound))
+                                          *subject.describe(index), *excess))
     level.findings += [ended] if ended else []
     level.covered.append(f"{len(walk.worst)} of {len(plan.operators())} operators in {watched.steps} steps of the run "
                          f"time ({len(sequence)} tokens in chunks, requests that join and reuse pages; free pages hold "
                          "NaN), each against its meaning")
-    ratios = [ratio for ratio, _, _ in walk.worst.values()]
-    level.figures["worst operator error over what is allowed"] = max(ratios, default=0.0)
+    level.figures["worst operator error over what is allowed"] = max((e.ratio for e in walk.worst.values()), default=0.0)
 
 
 def _step(engine: Engine, watched: Watched, progress: Callable, total: int) -> None:

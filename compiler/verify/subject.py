@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from adaptc import backends, blocks
-from adaptc.errors import ArtifactError, UnsupportedError
+from adaptc.errors import OptionError, UnsupportedError
 from adaptc.formats import FORMATS
 from adaptc.ir import dialect
 from adaptc.ir.build import short_name
@@ -36,7 +36,8 @@ class Subject:
     """An artifact and what the oracle reads of it.
 
     Values of weights come from the artifact's packed bytes; ``weights.check`` holds them against the digests of the
-    model's own tensors. ``level`` is the CPU level whose kernels are tried: the one that loading takes.
+    model's own tensors. ``level`` is the CPU level that loading takes, ``levels`` are those of the artifact that this
+    machine runs, ``not_run`` has the reason for each of the others.
     """
 
     def __init__(self, path, seed: int = 0):
@@ -45,6 +46,7 @@ class Subject:
         self.plan = self.artifact.plan
         self.backend = backends.launcher(self.plan.backend)
         self.level = self.backend.choose_level(self.plan)
+        self.levels, self.not_run = self._levels()
         self.codegen = backends.codegen(self.plan.backend)
         if not hasattr(self.codegen, "unpack"):
             raise UnsupportedError(f"the backend {self.plan.backend!r} can't unpack the weights that it packed, so "
@@ -58,6 +60,15 @@ class Subject:
         self._values: dict[str, np.ndarray] = {}
         self.trying = Note()
         """The operator that native code is about to run, for when it crashes."""
+
+    def _levels(self) -> tuple[list[str], dict[str, str]]:
+        runs, not_run = [], {}
+        for level in self.plan.levels:
+            try:
+                runs.append(self.backend.choose_level(self.plan, level))
+            except OptionError as error:
+                not_run[level] = error.message
+        return runs, not_run
 
     def random(self, *what: object) -> np.random.Generator:
         """The random numbers of one purpose: the same for the same seed, whatever else was drawn."""
@@ -98,22 +109,9 @@ class Subject:
         objects = self.artifact.kernels(self.level)
         return self.backend.load(self.plan, objects, self.artifact.weights, threads=threads, pages=pages)
 
-    def library(self):
-        """The kernels of ``level``, to be called one at a time."""
-        return self.backend.library(self.artifact.kernels(self.level))
-
-    def not_run(self) -> list[str]:
-        """A sentence for each of the artifact's levels whose kernels aren't tried here, with the reason."""
-        sentences = []
-        for level in self.plan.levels:
-            if level != self.level:
-                try:
-                    self.backend.choose_level(self.plan, level)
-                    reason = f"loading takes {self.level} on this machine"
-                except ArtifactError as error:
-                    reason = error.message
-                sentences.append(f"kernels for {level}: not run ({reason})")
-        return sentences
+    def library(self, level: str):
+        """The kernels of one of ``levels``, to be called one at a time."""
+        return self.backend.library(self.artifact.kernels(level))
 
 
 def _places(program: Program, function, arguments: list, path: str):
