@@ -15,7 +15,7 @@ from adaptc.ir import dialect
 from adaptc.ir.build import short_name
 from adaptc.ir.module import STEP, Program, Weight, callee, source_of, spec_of
 from adaptc.ops.table import row
-from adaptc.protocol import OpSpec
+from adaptc.protocol import OpSpec, TensorSpec
 from adaptc.runtime.loader import Artifact, load_artifact
 from adaptc.verify.guard import Note
 
@@ -95,6 +95,12 @@ class Subject:
     def places(self) -> list[Place]:
         """The laid-out program's operators in program order, every place of every body; views that alias are none."""
         return list(_places(self.laid_out, self.laid_out.functions()[STEP], [None] * 4, ""))
+
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether some operator makes integers of float values, as routers do: a step, not a slope."""
+        dtypes = lambda specs: {s.dtype for s in specs if isinstance(s, TensorSpec)}  # noqa: E731
+        return any("i32" in dtypes(p.spec.results) and "f32" in dtypes(p.spec.operands) for p in self.places)
 
     def users(self, weight: str) -> list[int]:
         """Ids of the operators that read a weight."""
