@@ -279,8 +279,9 @@ def opt(file, passes, stage, print_after, time_passes, output, target, **options
 @click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
               help="A text to compare perplexity on.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draws error by depth as SVG into this file.")
+@click.option("--seed", default=0, show_default=True, help="Of what is made up: operands, tokens, orders of pages.")
 @_as_json
-def verify(artifact, level, against, text, plot, as_json) -> None:
+def verify(artifact, level, against, text, plot, seed, as_json) -> None:
     """Checks ARTIFACT against its own captured program. Exit code 0: it passes; 1: it doesn't; 2: bad input."""
     from adaptc.verify import LEVELS
     from adaptc.verify import verify as check
@@ -290,7 +291,7 @@ def verify(artifact, level, against, text, plot, as_json) -> None:
     levels = LEVELS if level == "all" else (level,)
     if plot is not None and "layer" not in levels and against is None:
         raise OptionError("--plot draws error by depth, which only the layer level and --against measure.")
-    report = check(artifact, levels=levels, against=against, text=text, progress=_Bars(as_json))
+    report = check(artifact, levels=levels, against=against, text=text, seed=seed, progress=_Bars(as_json))
     if plot is not None:
         write(report, plot)
     click.echo(json.dumps(report.to_dict(), indent=1) if as_json else as_text(report))

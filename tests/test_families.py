@@ -12,6 +12,7 @@ import pytest
 import adaptc
 from adaptc import driver
 from adaptc.ir.module import Program
+from adaptc.verify import verify
 
 NAMES = sorted(families.FAMILIES)
 
@@ -27,6 +28,17 @@ def test_prefill_and_steps_are_the_authors_forward(name, tmp_path):
     assert result.same, "the same sequence, cut otherwise, gives other bits"
     assert result.worst <= families.TOLERANCE
     assert result.near <= 0.05, "too many tokens with a near-tie in a router"
+
+
+@pytest.mark.parametrize("name, mode", [
+    ("mixtral", "int8"), ("gpt_neox", "f16 caches"), ("rope_dynamic", "int8, bf16 caches")])
+def test_verify_finds_nothing(name, mode, tmp_path):
+    """Routers that choose otherwise after 8-bit rounding, an exact gelu, rope by declared length;
+    ``tests/families.py --verify`` runs every row under every mode."""
+    folder = families.write(tmp_path / "model", name, 1)
+    families.compile_family(folder, tmp_path / "a.adapt", **families.VERIFIED[mode])
+    report = verify(tmp_path / "a.adapt", seed=1)
+    assert report.passed, [f for level in report.levels for f in level.findings]
 
 
 @pytest.mark.parametrize("name", ["phi3_longrope", "rope_dynamic"])

@@ -16,6 +16,7 @@ from adaptc.backends.cpu.codegen import CODEGEN
 from adaptc.backends.cpu.levels import host_flags, level_of
 from adaptc.errors import ArtifactError, OptionError
 from adaptc.runtime.loader import load_artifact
+from adaptc.verify import verify
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 hosts generate x86-64 code")
 
@@ -49,6 +50,15 @@ def test_kernels_by_level_and_weights_once(model, several, tmp_path):
     kept = lambda artifact: {name: entry for name, entry in artifact.manifest["files"].items()  # noqa: E731
                              if not name.startswith(("kernels/", "plan"))}  # fmt: skip
     assert kept(both) == kept(one)
+
+
+def test_verify_calls_the_kernels_of_every_level_that_runs(several, monkeypatch):
+    monkeypatch.setattr(launch, "host_flags", lambda: host_flags() - {"avx512f"})
+    (_, operator) = verify(several, levels=("operator",)).levels
+    assert operator.passed and "for x86-64-v2, x86-64-v3, " in operator.covered[0]
+    (not_run, steps) = operator.left_out
+    assert not_run.startswith("kernels for x86-64-v4+avx512vnni: not run") and "avx512f" in not_run
+    assert steps.startswith("whole steps with kernels for x86-64-v2: loading takes x86-64-v3")
 
 
 @pytest.mark.parametrize("level", LEVELS)

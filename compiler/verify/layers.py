@@ -180,7 +180,7 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
     watched = Watched(executable, walk, level)
     ended: Finding | None = None
     try:
-        engine = Engine(plan, watched, pages, page_order_seed=7)
+        engine = Engine(plan, watched, pages, page_order_seed=subject.seed)
         engine.poison_free_pages()
         logits = np.empty((1, plan.vocabulary), np.float32)
         chunk = max(1, -(-len(sequence) // 3))

@@ -8,7 +8,7 @@ difference is the kernel's. It may have
 u is the result dtype's unit roundoff and |wanted| the element's size (the row's largest for operators that reduce: a
 sum's rounding is as large as its terms, not as its result). ``noise`` is how far the meaning itself moves when every
 operand moves by one unit roundoff: what no kernel can be blamed for. It is measured, for any operator, and only when
-the first term doesn't suffice. L is the length of the reduction: a sum of L terms rounds L times, each time as much
+the first term doesn't suffice by far. L is the length of the reduction: a sum of L terms rounds L times, each time as much
 as its partial sum, and such errors add up like a random walk.
 """
 
@@ -113,7 +113,7 @@ def excess(row: OpRow, attrs: Mapping, operands: Sequence, got: np.ndarray, inde
         error = _distance(got, wanted)
         multiplied = max([1.0, *(_largest(o) for o in operands if isinstance(o, np.ndarray) and o.dtype.kind == "f")])
         allowed = BASE * unit * _size(wanted, row.elementwise) + length * SMALLEST * multiplied
-        if not (error <= allowed).all():
+        if not (error <= allowed / 2).all():
             allowed = allowed + SPREAD * np.sqrt(length) * _noise(row, attrs, operands, index, wanted, unit)
         ratio = error / np.maximum(allowed, SMALLEST)
         worst = np.argmax(np.where(error > allowed, np.maximum(ratio, 1), ratio))
