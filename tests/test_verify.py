@@ -207,8 +207,11 @@ def test_the_reductions_length_is_what_is_summed():
     state = StateSpec((("k", 2, 16), ("v", 2, 16)), "f32", 0, 4, 16, 9)
     q, k = TensorSpec("f32", ("T", 4, 16)), TensorSpec("f32", ("T", 2, 16))
     ids = TensorSpec("i32", ("T",))
-    spec = OpSpec("attention", (q, k, k, ids, ids, state), (q,))
+    spec = OpSpec("attention", (q, k, k, ids, ids, state), (q,), {"scaling": 0.25})
     assert tolerances.reduction(row("attention"), spec, sizes, 33) >= 16 * 33
+    x, chosen, experts = TensorSpec("f32", ("T", 48)), TensorSpec("i32", ("T", 2)), TensorSpec("f32", (8, 96, 48))
+    spec = OpSpec("expert_linear", (x, chosen, experts), (TensorSpec("f32", ("T", 2, 96)),))
+    assert tolerances.reduction(row("expert_linear"), spec, sizes, 1) == 48, "of one expert's, not of all"
     elementwise = OpSpec("add", (q, q), (q,))
     assert tolerances.reduction(row("add"), elementwise, sizes, 1) == 1
 
@@ -225,6 +228,18 @@ def test_rounding_is_allowed_and_a_missing_term_is_not(scale):
     check = lambda got: tolerances.excess(row("linear"), {}, (x, w), got, 0, wanted, 512)  # noqa: E731
     assert (lambda error, bound: error <= bound)(*check(total))
     assert (lambda error, bound: error > bound)(*check(total - x[:, 9, None] * w[None, :, 9]))
+
+
+def test_a_choice_is_exact_and_a_code_may_lie_between_two():
+    """Of 1000, one 8-bit code may be off by one; a router's choice may not."""
+    for dtype, allowed in ((np.int8, True), (np.int32, False)):
+        wanted = np.zeros(1000, dtype)
+        got = wanted.copy()
+        got[17] = 1
+        excess = lambda: tolerances.excess(row("top_k"), {}, (), got, 1, wanted, 1)  # noqa: E731
+        assert (excess().ratio <= 1) == allowed
+        got[17] = 2
+        assert excess().ratio > 1
 
 
 def test_not_a_number_must_meet_its_like():

@@ -284,7 +284,7 @@ FAULTS = [
                                    edit=planted.off_by_one), "top_k", "model.layers.0.mlp.router"),
     Fault("an expert swapped", "kernel: the choice, whole steps", "experts", "layer",
           lambda p: planted.kernel(p.artifact, p.out, planted.find(p.artifact, "top_k", "model.layers.0.mlp.router"), 0,
-                                   edit=planted.off_by_one), "top_k", r"model\.layers\.\d\.mlp\.router"),
+                                   edit=planted.off_by_one), "top_k", r"model\.layers\.\d\.mlp\.router", alone=False),
     Fault("an expert swapped", "pass: the combination in the wrong slot", "experts", "layer", laid_out(*SLOTS_SWAPPED),
           "slice", r"model\.layers\.\d\.mlp\.router"),
     Fault("an expert swapped", "plan: of another layer", "experts", "layer",
