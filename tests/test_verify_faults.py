@@ -176,7 +176,8 @@ def mixed_requests(fill):
 
 
 SLOTS_SWAPPED = (
-    r'(%\w+) = "adaptc.reshape"\((%\w+)\) (\{shape = \["T", 2, 1\], source = "router"\}) : \(tensor<\?x1x2xf32, (.*?)>\) ->',
+    r'(%\w+) = "adaptc.reshape"\((%\w+)\) (\{shape = \["T", 2, 1\], source = "router"\}) : '
+    r'\(tensor<\?x1x2xf32, (.*?)>\) ->',
     r'%second = "adaptc.slice"(\2) {limits = [-1, 1, 2], source = "router", starts = [0, 0, 1], strides = [1, 1, 1]} : '
     r'(tensor<?x1x2xf32, \4>) -> tensor<?x1x1xf32, \4>\n'
     r'%first = "adaptc.slice"(\2) {limits = [-1, 1, 1], source = "router", starts = [0, 0, 0], strides = [1, 1, 1]} : '

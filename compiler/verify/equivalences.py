@@ -57,7 +57,8 @@ def check(subject: Subject, tokens: Sequence[int], progress: Callable) -> Level:
         (alone, replace(alone, name="2 threads", threads=2)),
         (alone, replace(alone, name="3 threads", threads=3)),
         (alone, replace(alone, name="pages in random order", chunk=max(1, length // 3), order=subject.seed)),
-        (few, replace(few, name="pages that another request left", before=(other[: 2 * DECODED],), order=subject.seed + 1)),
+        (few, replace(few, name="pages that another request left", before=(other[: 2 * DECODED],),
+                      order=subject.seed + 1)),
     ]
     if min(s.max for s in plan.symbols) > 1:
         batch = tuple(other[i : i + n] for i, n in ((0, 5), (3, DECODED)))[: min(s.max for s in plan.symbols) - 1]

@@ -216,7 +216,8 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
     level.covered.append(f"{len(walk.worst)} of {len(plan.operators())} operators in {watched.steps} steps of the run "
                          f"time ({len(sequence)} tokens in chunks, requests that join and reuse pages; free pages hold "
                          "NaN), each against its meaning")
-    level.figures["worst operator error over what is allowed"] = max((e.ratio for e in walk.worst.values()), default=0.0)
+    ratios = [excess.ratio for excess in walk.worst.values()]
+    level.figures["worst operator error over what is allowed"] = max(ratios, default=0.0)
 
 
 def _step(engine: Engine, watched: Watched, progress: Callable, total: int) -> None:

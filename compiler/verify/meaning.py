@@ -205,9 +205,8 @@ class _Paired(Reference):
         own = self.names[place[0]][1]
         errors = [(tolerances.relative(rows, v.rows), v) for v in self.candidates() if v.rows.shape == rows.shape]
         mine = [pair for pair in errors if pair[1].source == own]
-        best = lambda pairs, most: min((p for p in pairs if p[0] <= most), key=lambda p: p[0], default=None)  # noqa: E731
-        here = best(mine, LOOSE)
-        elsewhere = best([pair for pair in errors if pair[1].source != own], tolerances.MEANING)
+        here = _best(mine, LOOSE)
+        elsewhere = _best([pair for pair in errors if pair[1].source != own], tolerances.MEANING)
         if here is not None and (here[0] <= tolerances.MEANING or elsewhere is None):
             return here
         return None if mine and place[1] == 0 else elsewhere
@@ -236,6 +235,10 @@ class _Paired(Reference):
                 self.standing.append((self.makers[id(array)], rows))
             made.append(self.know(rows.reshape(array.shape).astype(array.dtype, copy=False), ()))
         return made
+
+
+def _best(pairs: list[tuple[float, Value]], most: float) -> tuple[float, Value] | None:
+    return min((pair for pair in pairs if pair[0] <= most), key=lambda pair: pair[0], default=None)
 
 
 SMALL = 2.0**-10

@@ -8,8 +8,8 @@ difference is the kernel's. It may have
 u is the result dtype's unit roundoff and |wanted| the element's size (the row's largest for operators that reduce: a
 sum's rounding is as large as its terms, not as its result). ``noise`` is how far the meaning itself moves when every
 operand moves by one unit roundoff: what no kernel can be blamed for. It is measured, for any operator, and only when
-the first term doesn't suffice by far. L is the length of the reduction: a sum of L terms rounds L times, each time as much
-as its partial sum, and such errors add up like a random walk.
+the first term doesn't suffice by far. L is the length of the reduction: a sum of L terms rounds L times, each time as
+much as its partial sum, and such errors add up like a random walk.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ LAYERS = {  # kind → (relative error, cosine) of a layer's output, the artifac
 coarsest values decides: 8-bit activations, else the caches' dtype."""
 
 SPARE = 8
-"""Where routers choose, coarser values than float32 let a token near a tie go to another expert, whose output is another
-altogether. So error by depth isn't judged by the one in this many tokens that are furthest off."""
+"""Where routers choose, coarser values than float32 let a token near a tie go to another expert, whose output is
+another altogether. So error by depth isn't judged by the one in this many tokens that are furthest off."""
 
 AUTHORS = (1e-3, 0.99999)
 """The captured program on the reference backend against the authors' module in float32 torch."""
