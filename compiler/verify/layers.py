@@ -26,7 +26,7 @@ from adaptc.runtime.engine import Engine, group_pages
 from adaptc.verify import tolerances
 from adaptc.verify.guard import describe
 from adaptc.verify.meaning import Recorder, Standing, compare_meanings
-from adaptc.verify.owners import Disagrees, Owners
+from adaptc.verify.owners import Disagrees, Watched
 from adaptc.verify.report import Depth, Finding, Level
 from adaptc.verify.subject import Subject
 
@@ -96,7 +96,6 @@ class PlanWalk(Reference):
         self.next = 0
         self.worst: dict[int, tolerances.Excess] = {}
         """Operator id → where it is furthest from what is allowed."""
-        self.progress: Callable = lambda *a: None
 
     def begin(self, symbols: dict[str, int]) -> None:
         self.symbols, self.next = symbols, 0
@@ -118,9 +117,8 @@ class PlanWalk(Reference):
         self.trying.put(planned.id)
         self.executable.run(self.symbols, stop_after=planned.id)
         spec = spec_of(op)
-        sizes = {**self.symbols}
         context = int(operands[operator.operands.index("positions")].max(initial=0)) + 1 if operator.state else 1
-        length = tolerances.reduction(operator, spec, sizes, context)
+        length = tolerances.reduction(operator, spec, self.symbols, context)
         results = []
         for i, (handle, theirs, kind) in enumerate(zip(planned.outputs, wanted, spec.results)):
             ours = _values(self.executable.read(handle, self.symbols), kind.dtype)
@@ -140,20 +138,16 @@ def _values(array: np.ndarray, dtype: str) -> np.ndarray:
     return array.astype(NUMPY[dtype], copy=False)
 
 
-class Watched:
-    """An executable for the engine that evaluates the program beside every step."""
+class Beside(Watched):
+    """Evaluates the program beside every step."""
 
-    def __init__(self, executable, walk: PlanWalk, level: Level):
-        self.executable, self.walk, self.level = executable, walk, level
-        self.owners = Owners()
+    def __init__(self, walk: PlanWalk, level: Level):
+        super().__init__()
+        self.walk, self.level = walk, level
         self.steps = 0
 
-    def __getattr__(self, name: str):
-        return getattr(self.executable, name)
-
     def run(self, symbols, **options):
-        role = lambda name, n: np.array(self.executable.inputs(name)[:n])  # noqa: E731
-        tokens, positions, rows = (role(name, symbols["T"]) for name in ("tokens", "positions", "requests"))
+        tokens, positions, rows = (self.role(name, symbols["T"]) for name in ("tokens", "positions", "requests"))
         requests, right = self.owners.of(tokens, positions, rows)
         wrong = np.flatnonzero(positions != right)
         if len(wrong):
@@ -165,8 +159,8 @@ class Watched:
         lengths = None
         if "lengths" in self.walk.program.roles:  # by row of this step there, by request here
             lengths = np.zeros(requests.max() + 1, np.int32)
-            lengths[requests] = role("lengths", symbols["R"])[rows]
-        self.walk.step(tokens, right, requests, role("sampled", symbols["S"]), lengths=lengths)
+            lengths[requests] = self.role("lengths", symbols["R"])[rows]
+        self.walk.step(tokens, right, requests, self.role("sampled", symbols["S"]), lengths=lengths)
         self.executable.run(symbols, **options)
         self.steps += 1
 
@@ -177,7 +171,7 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
     pages = {g.name: 2 * group_pages(plan, g, len(sequence)) + SPARE_PAGES for g in plan.groups}
     executable = subject.load(THREADS, pages)
     walk = PlanWalk(subject, executable)
-    watched = Watched(executable, walk, level)
+    watched = Beside(walk, level).over(executable)
     ended: Finding | None = None
     try:
         engine = Engine(plan, watched, pages, page_order_seed=subject.seed)
@@ -220,13 +214,13 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
     level.figures["worst operator error over what is allowed"] = max(ratios, default=0.0)
 
 
-def _step(engine: Engine, watched: Watched, progress: Callable, total: int) -> None:
+def _step(engine: Engine, watched: Beside, progress: Callable, total: int) -> None:
     engine.step()
     engine.poison_free_pages()
     progress("steps", min(watched.steps, total - 1), total)
 
 
-def _drain(engine: Engine, watched: Watched, progress: Callable, total: int) -> None:
+def _drain(engine: Engine, watched: Beside, progress: Callable, total: int) -> None:
     while engine.active:
         _step(engine, watched, progress, total)
 
