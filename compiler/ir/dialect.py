@@ -146,8 +146,14 @@ def to_spec(kind: ir.Type) -> TensorSpec | StateSpec:
 
 @cache
 def _parse_spec(text: str) -> TensorSpec | StateSpec:
-    with context():
+    with _reader():
         return _spec_of(ir.Type.parse(text), text)
+
+
+@cache
+def _reader() -> ir.Context:
+    """One context for reading types: making one takes 5 ms."""
+    return context()
 
 
 def _spec_of(kind: ir.Type, text: str) -> TensorSpec | StateSpec:

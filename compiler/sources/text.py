@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from adaptc.errors import InputError, UnsupportedError
@@ -29,6 +29,18 @@ class TextBundle:
     add_bos: bool = False
     stop_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """One line of JSON, then the tokenizer's own."""
+        rest = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tokenizer_json"}
+        return json.dumps(rest).encode() + b"\n" + self.tokenizer_json
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "TextBundle":
+        """What ``to_bytes`` was called on."""
+        line, _, tokenizer = data.partition(b"\n")
+        rest = json.loads(line)
+        return TextBundle(tokenizer_json=tokenizer, **rest | {"stop_ids": tuple(rest["stop_ids"])})
 
 
 def bundle(tokenizer: Any, stop_ids: Iterable[int | None]) -> TextBundle:
