@@ -6,7 +6,6 @@ An entry point's value is the package that holds the modules ``codegen`` (compil
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import pkgutil
 from typing import TYPE_CHECKING
@@ -21,9 +20,14 @@ GROUP = "adaptc.backends"
 
 def packages() -> dict[str, str]:
     """Package of every backend by name. Folders here come first: an installed package can't replace one."""
-    found = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
-    found.update({m.name: f"{__name__}.{m.name}" for m in pkgutil.iter_modules(__path__) if m.ispkg})
-    return dict(sorted(found.items()))
+    from importlib.metadata import entry_points
+
+    found = {point.name: point.value for point in entry_points(group=GROUP)}
+    return dict(sorted((found | _own()).items()))
+
+
+def _own() -> dict[str, str]:
+    return {m.name: f"{__name__}.{m.name}" for m in pkgutil.iter_modules(__path__) if m.ispkg}
 
 
 def codegen(name: str) -> Codegen:
@@ -37,10 +41,12 @@ def launcher(name: str) -> Launcher:
 
 
 def _side(name: str, module: str, attribute: str):
-    available = packages()
+    available = _own()
+    if name not in available:  # looking at every installed package takes a tenth of loading
+        available = packages()
     if name in available and _has(available[name], module):
         return getattr(importlib.import_module(f"{available[name]}.{module}"), attribute)
-    raise one_of("backend", name, [n for n, package in available.items() if _has(package, module)])
+    raise one_of("backend", name, [n for n, package in packages().items() if _has(package, module)])
 
 
 def _has(package: str, module: str) -> bool:
