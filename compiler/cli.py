@@ -50,7 +50,7 @@ def _compile_options(function):
     """One flag for each field of CompileOptions."""
     for item in reversed(fields(CompileOptions)):
         many = item.metadata.get("repeatable", False)
-        kind = click.Choice(CHOICES[item.name]) if item.name in CHOICES else type(item.default)
+        kind = click.Choice(CHOICES[item.name]) if item.name in CHOICES else str if many else type(item.default)
         flag = "--" + item.name.replace("_", "-")
         form = {"is_flag": True} if kind is bool else {"type": kind, "multiple": many, "show_default": True}
         function = click.option(flag, item.name, default=() if many else item.default, help=_help_of(item.name),
@@ -279,8 +279,9 @@ def opt(file, passes, stage, print_after, time_passes, output, target, **options
 @click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
               help="A text to compare perplexity on.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draws error by depth as SVG into this file.")
+@click.option("--trust-remote-code", is_flag=True, help="Runs modelling code that lies in the folder of --against.")
 @_as_json
-def verify(artifact, level, against, text, plot, as_json) -> None:
+def verify(artifact, level, against, text, plot, trust_remote_code, as_json) -> None:
     """Checks ARTIFACT against its own captured program. Exit code 0: it passes; 1: it doesn't; 2: bad input."""
     from adaptc.verify import LEVELS
     from adaptc.verify import verify as check
@@ -290,7 +291,8 @@ def verify(artifact, level, against, text, plot, as_json) -> None:
     levels = LEVELS if level == "all" else (level,)
     if plot is not None and "layer" not in levels and against is None:
         raise OptionError("--plot draws error by depth, which only the layer level and --against measure.")
-    report = check(artifact, levels=levels, against=against, text=text, progress=_Bars(as_json))
+    report = check(artifact, levels=levels, against=against, text=text, trust_remote_code=trust_remote_code,
+                   progress=_Bars(as_json))
     if plot is not None:
         write(report, plot)
     click.echo(json.dumps(report.to_dict(), indent=1) if as_json else as_text(report))
@@ -354,8 +356,9 @@ def targets(as_json) -> None:
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The golden file (safetensors).")
 @click.option("--prompts", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="One prompt a line.")
 @click.option("--steps", default=48, show_default=True, help="Greedy tokens a prompt.")
+@click.option("--trust-remote-code", is_flag=True, help="Runs modelling code that lies in the model's folder.")
 @_as_json
-def golden(model, output, prompts, steps, as_json) -> None:
+def golden(model, output, prompts, steps, trust_remote_code, as_json) -> None:
     """Records what the authors' own MODEL answers, for `compile --goldens`."""
     from adaptc import golden as goldens
 
@@ -363,7 +366,8 @@ def golden(model, output, prompts, steps, as_json) -> None:
         lines = tuple(prompts.read_text("utf-8").splitlines()) if prompts else goldens.PROMPTS
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{prompts} can't be read: {error}.") from error
-    facts = goldens.record(model, output, prompts=lines, steps=steps, progress=_Bars(as_json))
+    facts = goldens.record(model, output, prompts=lines, steps=steps, trust_remote_code=trust_remote_code,
+                           progress=_Bars(as_json))
     click.echo(json.dumps(facts, indent=1) if as_json else f"{output}: {len(lines)} prompts × {steps} steps.")
 
 

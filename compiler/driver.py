@@ -98,12 +98,13 @@ def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
     given = _parse_stage(from_ir) if from_ir else None
     report = CompileReport(str(output), "", target, setup.levels, setup.options.to_dict())
     with report.timed("open"):
-        source = open_source(model, trust_remote_code=chosen.trust_remote_code)
+        source = open_source(model, trust_remote_code=chosen.trust_remote_code, waive=chosen.waive)
         report.model = source.name
         golden_bytes = read_goldens(goldens, source) if goldens else None
     with report.timed("capture"):
         progress("capture", 0, 1)
-        captured = _capture(source)
+        captured, setup = _capture(source, setup)
+        report.options = setup.options.to_dict()
         if given is not None:
             _check_given(given, captured, from_ir)
             captured = given if given.stage == "captured" else captured
@@ -146,8 +147,11 @@ def optimise(path: str | os.PathLike, passes: Sequence[str] = (), to: str = "", 
 
     if bool(passes) == bool(to):
         raise OptionError("give either passes or the stage to reach.", hint="For example --passes clean_up.")
+    chosen = CompileOptions.of(options)
+    if chosen.waive:
+        raise OptionError("waive has no meaning here: no model is opened, only a printed stage.")
     program = _parse_stage(path)
-    setup = _Setup.of(target, CompileOptions.of(options))
+    setup = _Setup.of(target, chosen)
     rest = (setup.pass_options(program), setup.codegen, setup.target.key_block)
     hook = {"after": after} if after else {}
     if to:
@@ -285,10 +289,12 @@ class _Setup:
         return objects
 
 
-def _capture(source) -> "Program":
+def _capture(source, setup: _Setup) -> "tuple[Program, _Setup]":
+    """The source's program; and the setup with the names that were really waived in place of patterns of them."""
     from adaptc.capture import capture
 
-    return capture(source)
+    program = capture(source)
+    return program, replace(setup, options=replace(setup.options, waive=source.waiver.names))
 
 
 def _parse_stage(path: str | os.PathLike) -> "Program":
@@ -356,7 +362,8 @@ def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tup
         setup = _Setup.of(artifact.manifest["target"], CompileOptions.of(dict(artifact.manifest["options"])))
         return _parse_stage(Path(what) / CAPTURED), setup
     setup = _Setup.of(target, CompileOptions.of(options))
-    return _capture(open_source(what, trust_remote_code=setup.options.trust_remote_code)), setup
+    chosen = setup.options
+    return _capture(open_source(what, trust_remote_code=chosen.trust_remote_code, waive=chosen.waive), setup)
 
 
 def _memory(plan: "Plan") -> dict[str, int]:

@@ -73,6 +73,16 @@ class ParseError(InputError):
     remedy = "Look at the marked line; `adaptc inspect MODEL --ir STAGE` prints text that parses."
 
 
+class UnusedError(InputError):
+    """The model's files say something that nothing uses: a key of its configuration or metadata that no code reads, or
+    a tensor that is no parameter. A model compiled without it might not be the authors' model."""
+
+    code = "E0104"
+    title = "Something in the model's files that nothing uses"
+    remedy = ("Correct a misspelt name. Where you know that it doesn't matter, go on with `--waive NAME`; the artifact "
+              "records it.")
+
+
 # ---- E02: what adaptc can't do
 
 
@@ -90,6 +100,23 @@ class MissingOperatorError(UnsupportedError):
     code = "E0201"
     title = "Operators that the target lacks"
     remedy = "Look at the whole list with `adaptc coverage MODEL --target TARGET`; add a kernel or a decomposition."
+
+
+class PickleError(UnsupportedError):
+    """Weights are pickled (.bin, .pt, .pth, .ckpt, .pkl) where safetensors are expected. Unpickling can run any code,
+    so adaptc never does it."""
+
+    code = "E0202"
+    title = "Pickled weights"
+    remedy = "Where you trust the file: load it with transformers' from_pretrained and store it with save_pretrained."
+
+
+class AdapterError(UnsupportedError):
+    """The files hold an adapter (LoRA and the like): changes to another model's weights, and no model."""
+
+    code = "E0203"
+    title = "An adapter instead of a model"
+    remedy = "Merge it into its base model (peft's merge_and_unload, then save_pretrained), and compile the result."
 
 
 # ---- E03: options
@@ -120,6 +147,24 @@ class CaptureError(AdaptcError):
     code = "E0400"
     title = "The model can't be captured"
     remedy = "Change what stands at that line, or add a rule for the operator in compiler/capture/aten.py."
+
+
+class DynamicError(CaptureError):
+    """The authors' code decides in Python what is computed, by values or by the number of tokens: a graph holds one
+    outcome only."""
+
+    code = "E0401"
+    title = "Control flow that can't be captured"
+    remedy = "Rewrite that line so that the same operators run for every input (`torch.where`, masks)."
+
+
+class LocalityError(CaptureError):
+    """Outside attention and other operators with state, a token's result depends on other tokens of the step. Served in
+    steps, it would depend on how requests are cut into steps and which share one."""
+
+    code = "E0402"
+    title = "Code that mixes tokens"
+    remedy = "Keep what such code needs of earlier tokens as state, by an operator of its own (docs/adding.md)."
 
 
 class LegalityError(AdaptcError):

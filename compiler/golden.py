@@ -38,11 +38,10 @@ PROMPTS = (
 """Used when no prompts are given: prose, code, lists, arithmetic, another language."""
 
 
-def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, steps: int = 48, progress=None) -> dict:
+def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, steps: int = 48,
+           trust_remote_code: bool = False, progress=None) -> dict:
     """Writes a golden file for ``model`` and returns its metadata."""
     from safetensors.numpy import save
-
-    from adaptc.sources import open_source
 
     if not prompts:
         raise RequestError("no prompts to record.", hint="Give a file with one prompt a line.")
@@ -50,7 +49,7 @@ def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, step
         raise OptionError(f"steps must be an integer of at least 1, got {steps}.")
     if not Path(output).parent.is_dir():
         raise OutputError(f"{output} can't be written: the directory {Path(output).parent} does not exist.")
-    source = open_source(model)
+    source = authors_source(model, trust_remote_code)
     module, encode = authors_model(source)
     config = module.config.get_text_config()
     vocabulary, context = config.vocab_size, config.max_position_embeddings
@@ -110,13 +109,23 @@ def read(path: str | Path, source=None) -> bytes:
     return Path(path).read_bytes()
 
 
+def authors_source(model: str, trust_remote_code: bool):
+    """The source of ``authors_model``, to be asked for its files: whether everything in them is used is not in question
+    where their authors' own code reads them, so nothing has to be waived."""
+    from adaptc.sources import open_source
+
+    source = open_source(model, trust_remote_code=trust_remote_code, waive=("*",))
+    source.config  # an AdaptcError for what transformers can't read, or only by code that isn't trusted
+    return source
+
+
 def authors_model(source):
     """transformers' own module with its own reading of the files, and its tokenizer: nothing of ours in between."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = source.files()[0]
-    where = {"gguf_file": path.name} if source.kind == "gguf" else {}
+    where = {"gguf_file": path.name} if source.kind == "gguf" else {"trust_remote_code": source.trust_remote_code}
     module = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where).eval()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
     return module, lambda text: tokenizer(text).input_ids

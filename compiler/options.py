@@ -35,6 +35,8 @@ class CompileOptions:
     level           levels of the kernels, by comma, e.g. x86-64-v3,x86-64-v4+avx512vnni: the artifact holds each, and
                     loading chooses; native = this machine's highest; "" = the target's default
     trust_remote_code  runs modelling code that lies in the model's folder; off, only transformers' own
+    waive           a configuration key (dotted when nested), metadata key or tensor that nothing uses and that may go
+                    unused; * and ? stand for any text and any character. What is used can't be waived
     """
 
     weights: str = "auto"
@@ -46,6 +48,7 @@ class CompileOptions:
     max_context: int = 0
     level: str = field(default="", metadata={"repeatable": True})
     trust_remote_code: bool = False
+    waive: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
 
     def __post_init__(self):
         for name, valid in CHOICES.items():
@@ -59,6 +62,8 @@ class CompileOptions:
             raise OptionError(f"level must be a name, got {self.level!r}.")
         if not isinstance(self.trust_remote_code, bool):
             raise OptionError(f"trust_remote_code must be true or false, got {self.trust_remote_code!r}.")
+        if not all(isinstance(name, str) and name for name in self.waive):
+            raise OptionError(f"waive must be names, got {self.waive!r}.")
 
     @property
     def kv_dtype(self) -> str:
@@ -72,14 +77,17 @@ class CompileOptions:
     @staticmethod
     def of(options: dict) -> "CompileOptions":
         """From keyword arguments; an unknown name is an error that lists the valid ones. Options that may be given
-        several times take a list too."""
+        several times take one value or a list."""
         valid = [f.name for f in fields(CompileOptions)]
         for name in options:
             if name not in valid:
                 raise one_of("compile option", name, valid)
-        joined = {
-            f.name: ",".join(options[f.name])
-            for f in fields(CompileOptions)
-            if f.metadata.get("repeatable") and isinstance(options.get(f.name), (list, tuple))
-        }
-        return CompileOptions(**{**options, **joined})
+        given = dict(options)
+        for item in fields(CompileOptions):
+            value = given.get(item.name, item.default)
+            several = isinstance(value, (list, tuple))
+            if isinstance(item.default, tuple):
+                given[item.name] = tuple(value) if several else (value,)
+            elif item.metadata.get("repeatable") and several:
+                given[item.name] = ",".join(value)
+        return CompileOptions(**given)

@@ -88,7 +88,7 @@ LAYER_KEYS: Mapping[str, str] = {
 """Keys that only layers of one type read, so that a model without such layers has no use for them."""
 
 METADATA: Mapping[str, str] = {
-    "general.type": "a model; adapters are refused for their missing tensors",
+    "general.type": "a model; adapters and the like are refused",
     "general.name": _PROVENANCE,
     "general.author": _PROVENANCE,
     "general.version": _PROVENANCE,

@@ -63,7 +63,7 @@ MIXERS = {
 def test_mixing_tokens_outside_attention_is_refused(name):
     function, operator = MIXERS[name]
     message = error(llama(function))
-    line = Mixer.forward.__code__.co_firstlineno + 1
+    line = function.__code__.co_firstlineno
     assert operator in message
     assert "module lm_head.0" in message
     assert re.search(rf"test_capture_errors\.py:{line}\b", message), message

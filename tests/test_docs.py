@@ -47,8 +47,8 @@ def test_every_kind_of_error_is_a_row():
 
 STABLE = {
     "E0001": "AdaptcError", "E0002": "NotANumberError", "E0100": "InputError", "E0101": "NotFoundError",
-    "E0102": "DamagedFileError", "E0103": "ParseError", "E0200": "UnsupportedError", "E0201": "MissingOperatorError",
-    "E0300": "OptionError", "E0301": "UnknownNameError", "E0400": "CaptureError", "E0500": "LegalityError",
+    "E0102": "DamagedFileError", "E0103": "ParseError", "E0104": "UnusedError", "E0200": "UnsupportedError", "E0201": "MissingOperatorError", "E0202": "PickleError", "E0203": "AdapterError",
+        "E0300": "OptionError", "E0301": "UnknownNameError", "E0400": "CaptureError", "E0401": "DynamicError", "E0402": "LocalityError", "E0500": "LegalityError",
     "E0600": "ArtifactError", "E0601": "DamageError", "E0602": "NewerFormatError", "E0603": "WrongMachineError",
     "E0700": "RequestError", "E0701": "EmptyPromptError", "E0702": "TooLongError", "E0703": "VocabularyError",
     "E0704": "TemplateError", "E0800": "OutputError", "E0801": "ExistsError",

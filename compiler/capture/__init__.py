@@ -27,7 +27,7 @@ def capture(source: Any) -> Program:
 
     program = run(source)
     values = {name: _digest(tensor) for name, tensor in source.stored().items() if tensor.looked_at}
-    source.derived.put("program", json.dumps({"values": values, "text": program.text()}).encode())
+    source.derived.put("program", json.dumps({"values": values, "waived": source.waiver.names, "text": program.text()}).encode())
     return program
 
 
@@ -46,6 +46,8 @@ def _recalled(source: Any, kept: bytes) -> Program | None:
     entry, stored = json.loads(kept), source.stored()
     if any(_digest(stored[name]) != digest for name, digest in entry["values"].items()):
         return None
+    for name in entry["waived"]:
+        source.waiver.covers(name)
     return Program.parse(entry["text"])
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import traceback
 from contextlib import contextmanager
 from typing import Any, Iterator
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from adaptc.errors import UnsupportedError
+from adaptc.capture.places import running
+from adaptc.errors import AdaptcError, InputError, UnsupportedError
 
 
 def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
     """The causal LM that transformers has for ``config``, in float32; with ``trust_remote_code`` the one that comes
-    with the model, if the config names one.
+    with the model, if the config names one. InputError when its code fails on the configuration.
 
     Each parameter moves to the meta device as it is registered, so that initialising it costs nothing, while the
     constructors' own arithmetic (rotary frequencies, embedding scales) runs on the CPU. Memory pages of parameters
@@ -28,6 +30,12 @@ def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
     handle = register_module_parameter_registration_hook(_on_meta)
     try:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=remote).eval()
+    except AdaptcError:
+        raise
+    except Exception as error:  # whatever the authors' constructors and torch raise on sizes that make no sense
+        place = running(traceback.walk_tb(error.__traceback__), {}, "__init__")
+        raise InputError(f"no {config.model_type} model can be built from the configuration: {type(error).__name__}: "
+                         f"{str(error).partition(chr(10))[0]} ({place.source or 'nowhere in its own code'}).") from error
     finally:
         handle.remove()
 

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from adaptc.capture.trace import TOKENS
-from adaptc.errors import CaptureError
+from adaptc.errors import LocalityError
 from adaptc.ir import dialect
 from adaptc.ir.build import attrs_of, short_name
 from adaptc.ir.module import ROLES, Program, source_of
@@ -24,14 +24,14 @@ _LOCATION = re.compile(r'loc\("([^"]+)":(\d+):\d+\)')
 
 
 def check_locality(program: Program) -> None:
-    """CaptureError naming the first operator that mixes tokens, its module and, fresh from a trace, its source line."""
+    """LocalityError naming the first operator that mixes tokens, its module and, fresh from a trace, its source line."""
     sampled = program.step.entry_block.arguments[ROLES.index("sampled")]
     for _, op in program.operators():
         if any(operand == sampled for operand in op.operation.operands):
             continue  # picks the rows that @step's caller asks for; authors' code never sees them
         problem = _problem(op)
         if problem:
-            raise CaptureError(
+            raise LocalityError(
                 f"{short_name(op)} in {_place(op)} mixes tokens: {problem}. Serving in steps needs every token's "
                 "result to depend on other tokens through attention's state alone."
             )

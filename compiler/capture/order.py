@@ -11,7 +11,7 @@ from typing import Iterator
 
 import torch
 
-from adaptc.capture.trace import PREFIX
+from adaptc.capture.places import PREFIX
 
 Call = tuple[str, str]
 """A module call on a node's stack: torch's key (a further call of a module ends in @n) and the module's path."""

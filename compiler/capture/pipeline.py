@@ -22,11 +22,13 @@ def capture(source: Any) -> Program:
     """The program of a ``sources.Source``, at stage "captured".
 
     CaptureError when the module can't be captured; InputError when its files say what no code reads, or lack tensors.
+    OptionError when the caller waives what is used.
     """
     with source.account_config() as reads:
         module = source.module() or build.build(source.config, source.trust_remote_code)
         program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied))
     reads.check()
+    source.check_waived()
     return program
 
 

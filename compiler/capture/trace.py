@@ -7,13 +7,26 @@ T, and that is the step's positions.
 
 from __future__ import annotations
 
+import logging
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
 import torch
 
-from adaptc.errors import AdaptcError, CaptureError
+from adaptc.capture.places import Place, lines_of_authors, running
+from adaptc.errors import AdaptcError, CaptureError, DynamicError
 
 TOKENS = "T"
 SAMPLE = 13
 """Tokens of the traced example: not a size that models have, so that no dimension is T by accident."""
+
+
+LENGTHS = (*range(2, 130), 255, 256, 257, 1000, 4095, 4096, 4097, 65536)
+"""Numbers of tokens for which what a trace took for granted must hold. Code that asks for more than a bound or another
+rest of a division asks it of one of these."""
 
 
 class _Logits(torch.nn.Module):
@@ -25,34 +38,97 @@ class _Logits(torch.nn.Module):
         return self.module(input_ids=input_ids, use_cache=False).logits
 
 
-PREFIX = "module"
-"""The name of the authors' module within what is traced."""
-
-
 def trace(module: torch.nn.Module) -> torch.export.ExportedProgram:
-    """The graph of ids i64[1, T] → logits [1, T, V]. CaptureError when torch can't trace it with T dynamic."""
+    """The graph of ids i64[1, T] → logits [1, T, V]. DynamicError when Python decides by values or by T what is
+    computed, CaptureError when torch can't trace the module with T dynamic for another reason."""
     ids = torch.zeros((1, SAMPLE), dtype=torch.int64, device=next(module.parameters()).device)
     try:
         return _export(module, ids, deferred=False)
     except AdaptcError:
         raise
     except Exception:  # torch has no base class for what export raises; guards on T pass as assertions at run time
-        try:
-            return _export(module, ids, deferred=True)
-        except AdaptcError:
-            raise
-        except Exception as error:
-            raise CaptureError(
-                f"torch.export can't trace {type(module).__name__} with a dynamic number of tokens: "
-                f"{_first_line(error)}"
-            ) from error
+        return _export(module, ids, deferred=True)
 
 
 def _export(module: torch.nn.Module, ids: torch.Tensor, *, deferred: bool) -> torch.export.ExportedProgram:
     shapes = {"input_ids": {1: torch.export.Dim(TOKENS, min=2)}}
-    with torch.no_grad():
-        return torch.export.export(_Logits(module), (ids,), dynamic_shapes=shapes, strict=False,
-                                   prefer_deferred_runtime_asserts_over_guards=deferred)
+    modules = {id(m): name for name, m in module.named_modules()}
+    with torch.no_grad(), lines_of_authors(), _quiet(), _decisions(modules) as decided:
+        try:
+            exported = torch.export.export(_Logits(module), (ids,), dynamic_shapes=shapes, strict=False,
+                                           prefer_deferred_runtime_asserts_over_guards=deferred)
+        except AdaptcError:
+            raise
+        except Exception as error:
+            if not deferred:
+                raise
+            _check(decided, module)
+            raise _untraceable(module, error, running(traceback.walk_tb(error.__traceback__), modules)) from error
+    _check(decided, module)
+    return exported
+
+
+def _check(decided: list[tuple[Any, Place]], module: torch.nn.Module) -> None:
+    """DynamicError for the first decision that another number of tokens would make otherwise."""
+    for fact, place in decided:
+        if len(fact.free_symbols) == 1 and not all(fact.subs(dict.fromkeys(fact.free_symbols, n)) == True  # noqa: E712
+                                                   for n in LENGTHS):
+            said = str(fact).replace(str(next(iter(fact.free_symbols))), TOKENS)
+            raise DynamicError(f"{type(module).__name__} decides by the number of tokens what it computes, in {place}: "
+                               f"of the traced example, {said} is true.", hint=_LENGTH_HINT)
+
+
+def _untraceable(module: torch.nn.Module, error: Exception, place: Place) -> CaptureError:
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    name = type(module).__name__
+    if isinstance(error, GuardOnDataDependentSymNode) or any(word in str(error) for word in _VALUES):
+        return DynamicError(f"{name} decides in Python, by values that only a run has, what it computes, in {place}.",
+                            hint=VALUE_HINT)
+    where = f" in {place}" if place.file else ""
+    return CaptureError(f"torch.export can't trace {name} with a dynamic number of tokens{where}: {_first_line(error)}")
+
+
+_VALUES = ("data-dependent", ".numpy() is not supported", "meta tensors")
+"""What torch's messages say of Python that reads a tensor's values, where they share no class."""
+
+VALUE_HINT = ("A compiled model computes the same operators for every input: write a choice as torch.where or a "
+               "multiplication by a mask, and a loop over a fixed number of steps; take out .item(), .tolist() and "
+               "assertions on values.")
+_LENGTH_HINT = ("A step holds any number of tokens, of several requests: compute by each token's own position instead, "
+                "or fix the choice in the configuration.")
+
+
+@contextmanager
+def _decisions(modules: Mapping[int, str]) -> Iterator[list[tuple[Any, Place]]]:
+    """What torch takes for granted about sizes within the block because Python asked, and where it asked."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    found: list[tuple[Any, Place]] = []
+    original = ShapeEnv._log_guard
+
+    def noted(self, prefix: str, fact: Any, forcing_spec: bool) -> None:
+        if "suppressed" not in prefix:
+            found.append((fact, running(reversed(list(traceback.walk_stack(None))), modules)))
+        original(self, prefix, fact, forcing_spec)
+
+    with mock.patch.object(ShapeEnv, "_log_guard", noted):
+        yield found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the graph so far, which torch.export prints when it fails, and without its advice to who exports."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with mock.patch("torch.export._trace.print", lambda *args, **kwargs: None, create=True):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
 
 
 def _first_line(error: Exception) -> str:

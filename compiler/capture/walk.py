@@ -13,9 +13,9 @@ from torch_mlir.dialects import func
 
 from adaptc.capture.aten import SKIPPED, TABLE, Mask
 from adaptc.capture.order import ordered
-from adaptc.capture.places import Place, place_of
-from adaptc.capture.trace import PREFIX, TOKENS
-from adaptc.errors import CaptureError, LegalityError
+from adaptc.capture.places import PREFIX, Place, place_of
+from adaptc.capture.trace import TOKENS, VALUE_HINT
+from adaptc.errors import CaptureError, DynamicError, LegalityError
 from adaptc.ir import dialect
 from adaptc.ir.build import Builder
 from adaptc.ir.module import DIMENSIONS, ROLES, STEP, Program, StateSlot, Weight
@@ -69,6 +69,7 @@ def walk(exported: torch.export.ExportedProgram, stored: Mapping[str, Stored],
     stored     parameter → how the files keep it; constants: buffer → value. CaptureError names every operator that
                has no rule, or the first node whose rule doesn't apply.
     """
+    _check_static(exported.graph)
     exported = _decomposed(exported)
     _check_known(exported.graph)
     program = Program.empty("captured")
@@ -104,6 +105,21 @@ def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.Exported
 def _writes(node: torch.fx.Node) -> bool:
     """Whether an operator changes a tensor in place."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _check_static(graph: torch.fx.Graph) -> None:
+    """DynamicError where Python or a shape depends on what a tensor holds, checks of it that decide nothing apart."""
+    for node in graph.nodes:
+        if node.meta.get("unbacked_bindings") and _used(node):
+            raise DynamicError(f"{node.target} in {place_of(node)} takes a value or a shape out of a tensor's contents, "
+                               "which only a run has.", hint=VALUE_HINT)
+
+
+def _used(node: torch.fx.Node) -> bool:
+    """Whether a tensor's value or shape comes of the node."""
+    if not isinstance(node.meta.get("val"), _NUMBERS):
+        return node.op != "call_function" or key(node) not in SKIPPED
+    return any(_used(user) for user in node.users)
 
 
 def _check_known(graph: torch.fx.Graph) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from adaptc.errors import InputError, NotFoundError
+from adaptc.errors import AdapterError, DamagedFileError, InputError, NotFoundError
 from adaptc.sources.binding import Binding
 from adaptc.sources.source import Source
 from adaptc.sources.tensor import SourceTensor
 from adaptc.sources.text import TextBundle
+from adaptc.sources.waiver import Waiver
 
 __all__ = ["Binding", "Source", "SourceTensor", "TextBundle", "open_source"]
 
@@ -21,48 +23,64 @@ _MODELS = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def open_source(model: Any, *, trust_remote_code: bool = False) -> Source:
+def open_source(model: Any, *, trust_remote_code: bool = False, waive: Iterable[str] = ()) -> Source:
     """Opens a GGUF file, a Hugging Face folder, a hub id ("org/name", from the local cache or the hub), or a
-    transformers module in memory. ``trust_remote_code`` runs modelling code that lies in the folder.
+    transformers module in memory. ``trust_remote_code`` runs modelling code that lies in the folder; ``waive`` names
+    what may go unused (``waiver.Waiver``).
 
     InputError for anything else and for damaged files; UnsupportedError for models in a form adaptc can't read.
     """
+    waiver = Waiver(waive)
     if hasattr(model, "named_parameters"):
         from adaptc.sources.module import ModuleSource
 
-        return ModuleSource(model)
+        return ModuleSource(model, waiver)
+    try:
+        return _open(model, trust_remote_code, waiver)
+    except OSError as error:
+        raise DamagedFileError(f"{error.filename or model} can't be read: {error.strerror or error}.") from error
+
+
+def _open(model: Any, trust: bool, waiver: Waiver) -> Source:
     path = Path(model)
     if path.is_dir():
-        return _open_folder(path, trust=trust_remote_code)
+        return _open_folder(path, None, trust, waiver)
     if path.is_file():
-        return _open_file(path)
+        return _open_file(path, waiver)
     if isinstance(model, str) and _HUB_ID.fullmatch(model) and not model.endswith((".gguf", ".safetensors")):
         from adaptc.sources.hub import local_snapshot
 
-        return _open_folder(local_snapshot(model), name=model, trust=trust_remote_code)
+        return _open_folder(local_snapshot(model), model, trust, waiver)
     raise NotFoundError(f"there is no model at {str(model)!r}.", hint=_MODELS)
 
 
-def _open_folder(folder: Path, name: str | None = None, trust: bool = False) -> Source:
-    from adaptc.sources.huggingface import HuggingFaceSource
+def _open_folder(folder: Path, name: str | None, trust: bool, waiver: Waiver) -> Source:
+    from adaptc.sources.huggingface import ADAPTER, HuggingFaceSource, check_pickles, read_json
 
+    if (folder / ADAPTER).is_file():
+        base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+        raise AdapterError(f"{name or folder} holds an adapter ({ADAPTER}) for {base or 'another model'}, no model.",
+                           hint="Merge it (peft's merge_and_unload) and save the result, or take the adapter's files "
+                           "out of the folder.")
     if (folder / "config.json").is_file():
-        return HuggingFaceSource(folder, name, trust_remote_code=trust)
+        return HuggingFaceSource(folder, name, trust_remote_code=trust, waiver=waiver)
     files = sorted(path for path in folder.iterdir() if path.suffix == ".gguf")
+    if not files:
+        check_pickles(folder, name or str(folder))
     hint = f"Name one of its files: {', '.join(path.name for path in files)}." if files else _MODELS
     raise InputError(f"the folder {name or folder} has no config.json, so it is no model.", hint=hint)
 
 
-def _open_file(path: Path) -> Source:
+def _open_file(path: Path, waiver: Waiver) -> Source:
     from adaptc.sources.gguf import GgufSource
     from adaptc.sources.gguf_file import MAGIC
+    from adaptc.sources.huggingface import is_pickled, pickled
 
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(MAGIC))
-    except OSError as error:
-        raise InputError(f"{path} can't be read: {error.strerror or error}.") from error
+    with path.open("rb") as file:
+        start = file.read(len(MAGIC))
     if start != MAGIC:
+        if is_pickled(path.name, start):
+            raise pickled(f"{path} holds pickled weights")
         what = f"starts with {start!r}" if start else "is empty"
         raise InputError(f"{path} is no model: it {what}, and a GGUF file starts with {MAGIC!r}.", hint=_MODELS)
-    return GgufSource(path)
+    return GgufSource(path, waiver)

@@ -10,36 +10,38 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from adaptc.errors import InputError
+from adaptc.errors import UnusedError
 from adaptc.models import waivers
-
+from adaptc.sources.waiver import Waiver, way_on
 
 _MISSING = object()
 
 
 class ConfigReads:
-    """The keys that were read, against those that were given. Nested keys are dotted: ``rope_parameters.factor``."""
+    """The keys that were read, against those that were given. Nested keys are dotted: ``rope_parameters.factor``.
+    ``place`` is what errors call the place where they were given, such as "m (config.json)"."""
 
-    def __init__(self, given: Mapping[str, Any], config: Any, name: str):
-        self.given, self.name = given, name
+    def __init__(self, given: Mapping[str, Any], config: Any, place: str, waiver: Waiver):
+        self.given, self.place, self.waiver = given, place, waiver
         self.read: set[str] = set()
         self._declared = dict(type(config).attribute_map)
         self._layer_types = getattr(config, "layer_types", None)
         self._defaults = type(config)
 
     def unread_keys(self) -> tuple[str, ...]:
-        """Given keys that are neither read, under any of their names, nor waived (``adaptc.models.waivers``), nor say
-        what the configuration class says by itself."""
-        return tuple(key for key in _leaves(self.given) if not self._accounted(key))
+        """Given keys that are neither read, under any of their names, nor waived (``adaptc.models.waivers``, or by the
+        caller), nor say what the configuration class says by itself."""
+        return tuple(key for key, _ in leaves(self.given) if not self._accounted(key) and not self.waiver.covers(key))
 
     def check(self) -> None:
-        """InputError naming the keys that nothing has read."""
+        """UnusedError naming the keys that nothing has read."""
         unread = self.unread_keys()
         if unread:
-            raise InputError(
+            raise UnusedError(
                 f"nothing in the model's code reads {', '.join(map(repr, unread))} of the configuration of "
-                f"{self.name}.",
-                hint="The key is misspelt, or asks for a feature that this version of transformers doesn't implement.",
+                f"{self.place}.",
+                hint="The key is misspelt, or asks for a feature that this version of transformers doesn't implement. "
+                + way_on(unread),
             )
 
     def _accounted(self, key: str) -> bool:
@@ -89,7 +91,8 @@ class _RecordedDict(dict):
 
 
 @contextmanager
-def recorded_reads(config: Any, given: Mapping[str, Any], name: str) -> Iterator[ConfigReads]:
+def recorded_reads(config: Any, given: Mapping[str, Any], place: str,
+                   waiver: Waiver = Waiver()) -> Iterator[ConfigReads]:
     """Records reads of ``config`` and its copies (transformers copies configurations freely) within the block."""
     from transformers import PreTrainedConfig
 
@@ -97,7 +100,7 @@ def recorded_reads(config: Any, given: Mapping[str, Any], name: str) -> Iterator
     for key, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             prefixes.setdefault(type(value), f"{key}.")
-    reads = ConfigReads(given, config, name)
+    reads = ConfigReads(given, config, place, waiver)
     original = PreTrainedConfig.__getattribute__
 
     def recording(self, key: str):
@@ -118,10 +121,10 @@ def recorded_reads(config: Any, given: Mapping[str, Any], name: str) -> Iterator
         PreTrainedConfig.__getattribute__ = original
 
 
-def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all values that aren't dicts themselves; a null says nothing, and empty dicts have no keys."""
+def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths and values of all values that aren't dicts themselves; a null says nothing, and empty dicts have no keys."""
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         elif value is not None:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", value

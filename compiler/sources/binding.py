@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaptc.errors import InputError
+from adaptc.errors import InputError, UnusedError
 from adaptc.models import waivers
 from adaptc.sources.tensor import SourceTensor
+from adaptc.sources.waiver import Waiver, way_on
 
 _RULES: dict[str, Callable[[int, int], np.ndarray]] = {
     "rope_halves": lambda rows, heads: np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1),
@@ -50,11 +51,13 @@ def bind(
     supplier: Callable[[str], Binding],
     parameters: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
+    waiver: Waiver = Waiver(),
 ) -> dict[str, Binding]:
     """Bindings of all ``parameters`` (name → shape). ``tied`` maps a parameter to the one whose storage it shares.
 
     ``supplier`` says which tensor a parameter comes from, whether or not the file has it. InputError naming missing
-    parameters, wrong shapes, tied parameters that the file stores twice and differently, and unused tensors.
+    parameters, wrong shapes, and tied parameters that the file stores twice and differently; UnusedError naming tensors
+    that nothing uses and ``waiver`` doesn't cover.
     """
     groups: dict[str, list[str]] = {}
     for name in [*parameters, *tied]:
@@ -81,10 +84,11 @@ def bind(
         raise InputError(f"the model's files have no tensor for {_listed(missing)}.",
                          hint="Is a file missing, or is the model of another architecture than it says?")
     _check_shapes(tensors, bindings, parameters)
-    unused = [name for name in tensors if name not in consumed and not waivers.reason(waivers.TENSORS, name)]
+    unused = [name for name in tensors if name not in consumed and not waivers.reason(waivers.TENSORS, name)
+              and not waiver.covers(name)]
     if unused:
-        raise InputError(f"the model has no use for {_listed(unused)}, which its files hold.",
-                         hint="A model compiled without these tensors would not be the authors' model.")
+        raise UnusedError(f"the model has no use for {_listed(unused)}, which {tensors[unused[0]].file} holds.",
+                          hint="A model compiled without it might not be the authors' model. " + way_on(unused))
     return {name: bindings[name] for name in parameters}
 
 

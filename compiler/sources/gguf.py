@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from adaptc.errors import InputError, UnsupportedError
+from adaptc.errors import AdapterError, InputError, UnsupportedError, UnusedError
 from adaptc.formats import FORMATS
 from adaptc.models import waivers
 from adaptc.models.gguf import ARCHITECTURES, ROPE_SCALINGS, llama3_scaling
@@ -19,6 +19,7 @@ from adaptc.sources.binding import Binding
 from adaptc.sources.gguf_file import read_gguf
 from adaptc.sources.source import Source
 from adaptc.sources.tensor import SourceTensor, locate
+from adaptc.sources.waiver import Waiver, way_on
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _COUNTS = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "rope.dimension_count",
@@ -33,19 +34,20 @@ class GgufSource(Source):
 
     kind = "gguf"
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, waiver: Waiver = Waiver()):
+        self.path, self.waiver = path, waiver
         self.name = path.name
         file = read_gguf(path)
         self.metadata: Mapping[str, Any] = file.metadata
         self._header = file.header
+        self._check_type()
         self._check_parts()
         self.architecture = self._architecture()
         self.tensors: dict[str, SourceTensor] = {}
         for stored in file.tensors:
             dtype = _type_name(stored.type)
             found = locate(stored.name, stored.shape, FORMATS.get(dtype.lower()), dtype, file.data, stored.offset,
-                           self.name)
+                           self.name, waiver)
             if found is not None:
                 self.tensors[stored.name] = found
 
@@ -61,6 +63,9 @@ class GgufSource(Source):
 
     def given_config(self) -> Mapping[str, Any]:
         return self._given
+
+    def stated(self) -> set[str]:
+        return {*super().stated(), *self.metadata}
 
     def files(self) -> tuple[Path, ...]:
         return (self.path,)
@@ -92,6 +97,15 @@ class GgufSource(Source):
 
         return gguf.get_tensor_name_map(gguf.MODEL_ARCH[self._rules.tensor_names], self.config.num_hidden_layers)
 
+    def _check_type(self) -> None:
+        kind = self.metadata.get("general.type", "model")
+        if kind == "adapter":
+            raise AdapterError(f"{self.name} holds an adapter (general.type), no model.",
+                               hint="Merge it into its base model with llama.cpp's `llama-export-lora`, and compile that.")
+        if kind != "model":
+            raise UnsupportedError(f"{self.name} holds no model: its general.type is {kind!r}.",
+                                   hint="Is there a file of the model itself beside it?")
+
     def _check_parts(self) -> None:
         parts = self.metadata.get("split.count", 1)
         if parts not in (0, 1):
@@ -114,7 +128,7 @@ class GgufSource(Source):
 
     @cached_property
     def _given(self) -> dict[str, Any]:
-        """Configuration keys from metadata. InputError naming metadata that nothing reads."""
+        """Configuration keys from metadata. UnusedError naming metadata that nothing reads."""
         try:
             return self._read_metadata()
         except (TypeError, ValueError, KeyError, OverflowError, ZeroDivisionError) as error:
@@ -160,11 +174,12 @@ class GgufSource(Source):
         scaling = self._scaling_keys(own)
         read = {f"{self.architecture}.{key}" for key in (*names, *self._rules.same_as, *scaling)}
         read |= {"general.architecture", *text.read_keys()}
-        unread = [key for key in self.metadata if key not in read and not waivers.reason(waivers.METADATA, key)]
+        unread = [key for key in self.metadata if key not in read and not waivers.reason(waivers.METADATA, key)
+                  and not self.waiver.covers(key)]
         if unread:
-            raise InputError(
+            raise UnusedError(
                 f"adaptc doesn't know what these metadata keys of {self.name} mean: {', '.join(unread)}.",
-                hint="A model compiled without them might not be the authors' model.",
+                hint="A model compiled without them might not be the authors' model. " + way_on(unread),
             )
 
     def _check_sizes(self, own: Mapping[str, Any], names: Mapping[str, str | None]) -> None:

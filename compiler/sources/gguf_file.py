@@ -171,17 +171,31 @@ def _tensor_table(cursor: _Cursor, count: int) -> list[StoredTensor]:
 
 
 def _placed(cursor: _Cursor, tensors: list[StoredTensor], alignment: Any) -> tuple[StoredTensor, ...]:
-    """The tensors with offsets from the file's start, checked to be aligned and to start within the file."""
+    """The tensors with offsets from the file's start, checked to follow each other without holes, as llama.cpp does."""
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise cursor.damaged(f"general.alignment is {alignment!r}, expected a power of two")
     start = -(-cursor.at // alignment) * alignment
-    placed = []
+    placed, expected = [], start
     for tensor in tensors:
         offset = start + tensor.offset
-        if tensor.offset % alignment or offset >= len(cursor.data):
-            raise cursor.damaged(
-                f"the tensor {tensor.name!r} starts at byte {offset}, expected a multiple of {alignment} from {start} "
-                "on, within the file"
-            )
+        if tensor.offset % alignment or offset >= len(cursor.data) or expected not in (offset, None):
+            where = f"a multiple of {alignment} from {start} on" if expected is None else f"byte {expected}"
+            raise cursor.damaged(f"the tensor {tensor.name!r} starts at byte {offset}, expected {where}, within the file")
         placed.append(StoredTensor(tensor.name, tensor.shape, tensor.type, offset))
+        size = _size(tensor)
+        if size is not None and size > len(cursor.data) - offset:
+            raise cursor.damaged(f"the tensor {tensor.name!r} takes {size} bytes from byte {offset} on and "
+                                 f"{len(cursor.data) - offset} are left")
+        expected = None if size is None else offset - (-size // alignment) * alignment
     return tuple(placed)
+
+
+def _size(tensor: StoredTensor) -> int | None:
+    """Bytes of a tensor by the ``gguf`` package's table; None for a type that it doesn't know."""
+    import gguf
+
+    try:
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
+    except (KeyError, ValueError):
+        return None
+    return math.prod(tensor.shape) // block * size

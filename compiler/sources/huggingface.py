@@ -8,15 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from adaptc.errors import InputError, UnsupportedError
+from adaptc.errors import DamagedFileError, InputError, PickleError, UnsupportedError
 from adaptc.formats import FORMATS
 from adaptc.sources import text
+from adaptc.sources.accounting import leaves
 from adaptc.sources.binding import Binding
 from adaptc.sources.conversion import ConvertedTensor, converted
 from adaptc.sources.derived import python_files
 from adaptc.sources.gguf_file import map_bytes
 from adaptc.sources.source import Source
 from adaptc.sources.tensor import SourceTensor, locate
+from adaptc.sources.waiver import Waiver
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TEXT_FILES = (
@@ -28,8 +30,22 @@ _DESCRIBING = (".jinja", ".json", ".model", ".txt")
 
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
-PATTERNS = ("config.json", "model*.safetensors", _INDEX, *_TEXT_FILES)
+ADAPTER = "adapter_config.json"
+"""What a folder of an adapter has; transformers would apply it to whatever model it lies beside."""
+
+PATTERNS = ("config.json", ADAPTER, "model*.safetensors", _INDEX, *_TEXT_FILES)
 """Files of a hub repository that are read."""
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""What the names of pickled weights end in."""
+
+_PICKLED = (b"PK\x03\x04", b"\x80\x02\x8a", b"\x80\x04\x95", b"\x80\x05\x95")
+"""What pickled weights start with: the archive that torch.save writes, what it wrote before, or a bare pickle."""
+
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".ot")
+
+PLAUSIBLE_LAYERS = 1024
+"""Layers that a configuration may state whatever the files hold; beyond, each must have a tensor at least."""
 
 
 class HuggingFaceSource(Source):
@@ -37,11 +53,12 @@ class HuggingFaceSource(Source):
 
     kind = "huggingface"
 
-    def __init__(self, folder: Path, name: str | None = None, *, trust_remote_code: bool = False):
-        self.folder = folder
+    def __init__(self, folder: Path, name: str | None = None, *, trust_remote_code: bool = False,
+                 waiver: Waiver = Waiver()):
+        self.folder, self.waiver = folder, waiver
         self.trust_remote_code = trust_remote_code
         self.name = name or folder.resolve().name
-        self._given = _read_json(folder / "config.json")
+        self._given = read_json(folder / "config.json")
         self._check_config()
         self._shards = self._list_shards()
         self._stored: dict[str, SourceTensor] = {}
@@ -72,6 +89,7 @@ class HuggingFaceSource(Source):
                 hint="The folder brings code of its own: look at it, and run it with --trust-remote-code." if own
                 else "Is the name right? A newer transformers may know it.",
             )
+        self._check_layers(getattr(CONFIG_MAPPING.get(kind, None), "attribute_map", {}))
         try:
             return AutoConfig.from_pretrained(self.folder, local_files_only=True,
                                               trust_remote_code=own and self.trust_remote_code)
@@ -80,6 +98,9 @@ class HuggingFaceSource(Source):
 
     def given_config(self) -> Mapping[str, Any]:
         return self._given
+
+    def place(self) -> str:
+        return f"{self.name} (config.json)"
 
     def files(self) -> tuple[Path, ...]:
         names = ("config.json", _INDEX, *self._shards, *_TEXT_FILES)
@@ -119,12 +140,24 @@ class HuggingFaceSource(Source):
         generation = self.folder / "generation_config.json"
         stops = _ids(self._given, "config.json")
         if generation.is_file():
-            stops += _ids(_read_json(generation), generation.name)
+            stops += _ids(read_json(generation), generation.name)
         return text.bundle(tokenizer, stops)
+
+    def _check_layers(self, aliases: Mapping[str, str]) -> None:
+        """InputError for more layers than the files can hold, before lists and modules of that many are made."""
+        names = {"num_hidden_layers", aliases.get("num_hidden_layers")}
+        most = max(PLAUSIBLE_LAYERS, len(self._stored))
+        for key, value in leaves(self._given):
+            if key.rpartition(".")[2] in names and isinstance(value, (int, float)) and value > most:
+                raise InputError(f"config.json of {self.name} says {key} = {value}, and its files hold {len(self._stored)} "
+                                 "tensors.", hint="The configuration and the tensors don't belong together.")
 
     def _check_config(self) -> None:
         if not isinstance(self._given.get("model_type"), str):
             raise InputError(f"config.json of {self.name} doesn't say its model_type.")
+        classes = self._given.get("architectures") or []
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+            raise InputError(f"config.json of {self.name} has architectures = {classes!r}, expected names of classes.")
         quantization = self._given.get("quantization_config") or self._given.get("compression_config")
         if quantization:
             method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
@@ -140,16 +173,14 @@ class HuggingFaceSource(Source):
             return self._indexed_shards()
         if (self.folder / _WEIGHTS).is_file():
             return {_WEIGHTS: None}
-        others = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".h5"))
-        if others:
-            raise UnsupportedError(
-                f"{self.name} has its weights in {others[0]}, which can hold code; adaptc reads safetensors.",
-                hint="Save the model again with transformers' save_pretrained.",
-            )
+        check_pickles(self.folder, self.name)
+        if others := sorted(path.name for path in self.folder.iterdir() if path.suffix in _OTHER_WEIGHTS):
+            raise UnsupportedError(f"{self.name} has its weights in {others[0]}; adaptc reads safetensors.",
+                                   hint="Save the model again with transformers' save_pretrained.")
         raise InputError(f"{self.name} has neither {_WEIGHTS} nor {_INDEX}.", hint="Download the folder again.")
 
     def _indexed_shards(self) -> dict[str, set[str] | None]:
-        weight_map = _read_json(self.folder / _INDEX).get("weight_map")
+        weight_map = read_json(self.folder / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InputError(f"{_INDEX} of {self.name} has no weight_map.")
         shards: dict[str, set[str] | None] = {}
@@ -180,7 +211,7 @@ class HuggingFaceSource(Source):
                 raise InputError(f"the tensor {name!r} of {self.name} is in {self._stored[name].file} and {path.name}.")
             format = FORMATS.get(_DTYPES.get(entry["dtype"], ""))
             found = locate(name, tuple(entry["shape"]), format, entry["dtype"], data, start + entry["data_offsets"][0],
-                           path.name)
+                           path.name, self.waiver)
             if found is not None:
                 self._stored[name] = found
 
@@ -194,17 +225,48 @@ def _ids(content: Mapping[str, Any], file: str) -> list[int]:
     return ids
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; InputError naming the file when it isn't one."""
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = path.read_bytes()
     except OSError as error:
-        raise InputError(f"{path} can't be read: {error.strerror or error}.") from error
+        raise DamagedFileError(f"{path} can't be read: {error.strerror or error}.") from error
+    return _json(content, path.name)
+
+
+def _json(text: bytes, file: str) -> dict[str, Any]:
+    """A JSON object without keys that occur twice: which of the two is meant, readers don't agree on."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
+        return content
+
+    try:
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path.name} is not valid JSON: {error}.", hint="Download the file again.") from error
+        raise DamagedFileError(f"{file} is not valid JSON: {error}.", hint="Download the file again.") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path.name} holds {type(content).__name__}, expected an object.")
+        raise DamagedFileError(f"{file} holds {type(content).__name__}, expected an object.")
     return content
+
+
+def is_pickled(name: str, start: bytes) -> bool:
+    """Whether a file is pickled weights, by its name or its first bytes."""
+    return name.endswith(PICKLES) or start.startswith(_PICKLED)
+
+
+def pickled(what: str) -> PickleError:
+    return PickleError(f"{what}, which can hold code and are never loaded; adaptc reads safetensors.",
+                       hint="If you trust it, load it with transformers' from_pretrained and save_pretrained the result.")
+
+
+def check_pickles(folder: Path, name: str) -> None:
+    """PickleError when a folder without safetensors has its weights pickled."""
+    if found := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES):
+        raise pickled(f"{name} has pickled weights in {found[0]}")
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Any], int, Any]:
@@ -219,8 +281,11 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], int, Any]:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path.name} is damaged or incomplete: {error}.", hint="Download the file again.") from error
+        if is_pickled("", data[:4].tobytes()):
+            raise pickled(f"{path.name} holds pickled weights, whatever its name says") from error
+        raise DamagedFileError(f"{path.name} is damaged or incomplete: {error}.",
+                               hint="Download the file again.") from error
     size = int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8 : 8 + size].tobytes())
+    header = _json(data[8 : 8 + size].tobytes(), f"the header of {path.name}")
     header.pop("__metadata__", None)
     return header, 8 + size, data

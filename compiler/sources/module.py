@@ -16,6 +16,7 @@ from adaptc.sources.binding import Binding
 from adaptc.sources.source import Source
 from adaptc.sources.tensor import SourceTensor
 from adaptc.sources.text import TextBundle
+from adaptc.sources.waiver import Waiver
 
 PLACE = "the module"
 """What errors call the place of a tensor."""
@@ -27,14 +28,14 @@ class ModuleSource(Source):
 
     kind = "module"
 
-    def __init__(self, module: Any):
+    def __init__(self, module: Any, waiver: Waiver = Waiver()):
         if not hasattr(module, "set_attn_implementation") or not hasattr(module, "config"):
             raise UnsupportedError(
                 f"{type(module).__name__} isn't a transformers model: it has no config, or can't choose how its attention "
                 "is computed.",
                 hint="Derive it from transformers.PreTrainedModel and call attention through ALL_ATTENTION_FUNCTIONS.",
             )
-        self._module = module
+        self._module, self.waiver = module, waiver
         self.name = type(module).__name__
 
     @cached_property

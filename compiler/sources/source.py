@@ -16,11 +16,12 @@ import numpy as np
 from adaptc import blocks
 from adaptc.errors import InputError
 from adaptc.formats import FORMATS, WeightFormat
-from adaptc.sources.accounting import ConfigReads, recorded_reads
+from adaptc.sources.accounting import ConfigReads, leaves, recorded_reads
 from adaptc.sources.binding import Binding, bind
 from adaptc.sources.derived import Derived
 from adaptc.sources.tensor import SourceTensor, check_finite
 from adaptc.sources.text import TextBundle
+from adaptc.sources.waiver import Waiver
 
 
 class Source(ABC):
@@ -29,11 +30,13 @@ class Source(ABC):
     kind      "gguf", "huggingface" or "module"
     name      the file's or folder's name, or the hub id
     tensors   the files' tensors by the files' own names
+    waiver    what of it may go unused because the caller says so
     """
 
     kind: str
     name: str
     tensors: Mapping[str, SourceTensor]
+    waiver: Waiver
     trust_remote_code: bool = False
     """Whether modelling code that comes with the model may run."""
 
@@ -45,6 +48,14 @@ class Source(ABC):
     @abstractmethod
     def given_config(self) -> Mapping[str, Any]:
         """The configuration keys that the files state, as stated; what is to be accounted for."""
+
+    def place(self) -> str:
+        """What errors call the place where the configuration is stated."""
+        return self.name
+
+    def stated(self) -> set[str]:
+        """Every name that the files state: configuration keys and tensors."""
+        return {*dict(leaves(self.given_config())), *self.tensors}
 
     @abstractmethod
     def files(self) -> tuple[Path, ...]:
@@ -73,9 +84,9 @@ class Source(ABC):
     @cached_property
     def derived(self) -> Derived:
         """What has been made of this model before."""
-        options = ("trust_remote_code",) if self.trust_remote_code else ()
+        options = json.dumps([self.trust_remote_code, self.waiver.patterns])
         description = self.description()
-        return Derived.of(None if description is None else (self.kind, *options, *description))
+        return Derived.of(None if description is None else (self.kind, options, *description))
 
     def module(self) -> Any:
         """The authors' module without weights, if the source has one; None when it is built from ``config``."""
@@ -88,7 +99,7 @@ class Source(ABC):
 
     def bind(self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> dict[str, Binding]:
         """How each of a transformers module's ``parameters`` (name → shape) is obtained; see ``binding.bind``."""
-        return bind(self.tensors, self.supplier, parameters, tied)
+        return bind(self.tensors, self.supplier, parameters, tied, self.waiver)
 
     def load(self, binding: Binding) -> tuple[WeightFormat, blocks.Codes]:
         """A parameter's codes, rows in the parameter's order, and their format: the stored one, bit for bit, or f32
@@ -128,8 +139,12 @@ class Source(ABC):
     def account_config(self) -> Iterator[ConfigReads]:
         """Records which configuration keys are read within the block: build and trace the module there, then call
         ``check()`` on what this yields."""
-        with recorded_reads(self.config, self.given_config(), self.name) as reads:
+        with recorded_reads(self.config, self.given_config(), self.place(), self.waiver) as reads:
             yield reads
+
+    def check_waived(self) -> None:
+        """After capture: OptionError when the caller waives what is used, or what isn't there."""
+        self.waiver.check(self.stated(), self.name)
 
 
 def _sha256_of(values: np.ndarray) -> str:

@@ -11,6 +11,7 @@ from adaptc import blocks
 from adaptc.errors import InputError, UnsupportedError
 from adaptc.formats import FORMATS, WeightFormat
 from adaptc.models import waivers
+from adaptc.sources.waiver import Waiver
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ def check_finite(tensor: SourceTensor, format: WeightFormat, codes: blocks.Codes
 
 
 def locate(name: str, shape: tuple[int, ...], format: WeightFormat | None, dtype: str, data: np.ndarray, offset: int,
-           file: str) -> SourceTensor | None:
+           file: str, waiver: Waiver = Waiver()) -> SourceTensor | None:
     """The tensor whose bytes start at ``offset`` of ``data``; None for one that is waived and can't be read.
 
     UnsupportedError for a dtype that adaptc has no format for; InputError when the bytes end before the tensor does.
     """
     if format is None:
-        if waivers.reason(waivers.TENSORS, name):
+        if waivers.reason(waivers.TENSORS, name) or waiver.covers(name):
             return None
         raise UnsupportedError(
             f"the tensor {name!r} in {file} is stored as {dtype}, which adaptc can't read; it reads "

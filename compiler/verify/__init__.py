@@ -23,11 +23,12 @@ SEED = 20260
 
 
 def verify(artifact: str | os.PathLike, *, levels: Sequence[str] = LEVELS, against: str | None = None,
-           text: str | os.PathLike | None = None,
+           text: str | os.PathLike | None = None, trust_remote_code: bool = False,
            progress: Callable[[str, int, int], None] = lambda *a: None) -> Report:
     """Checks ``artifact`` at ``levels`` (and always its weights, which every level's oracle computes with).
 
     against   the model it was made from: adds the authors' own module, layer by layer (needs torch)
+    trust_remote_code  runs modelling code that lies in the folder of ``against``
     text      a file whose perplexity is compared (model level), and whose tokens the layer level runs on
 
     Raises AdaptcError for what can't be verified at all: a damaged artifact, one for another machine, bad options.
@@ -83,7 +84,8 @@ def verify(artifact: str | os.PathLike, *, levels: Sequence[str] = LEVELS, again
         from adaptc.verify import against as authors
 
         some = tokens[: min(len(tokens), 24, subject.plan.max_context)]
-        timed("authors", lambda: authors.check(subject, against, [int(t) for t in some], progress), guard=False)
+        timed("authors", lambda: authors.check(subject, against, [int(t) for t in some], trust_remote_code, progress),
+              guard=False)
     return report
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from adaptc.golden import authors_model
-from adaptc.sources import open_source
+from adaptc.golden import authors_model, authors_source
 from adaptc.verify import tolerances
 from adaptc.verify.meaning import Recorder, layer_of
 from adaptc.verify.report import Depth, Finding, Level
@@ -18,10 +17,11 @@ from adaptc.verify.subject import DENSE, Subject
 from adaptc.verify.weights import lossless, tensor_order
 
 
-def check(subject: Subject, model: str, tokens: list[int], progress: Callable) -> tuple[Level, list[Depth]]:
+def check(subject: Subject, model: str, tokens: list[int], trust_remote_code: bool,
+          progress: Callable) -> tuple[Level, list[Depth]]:
     """Outputs of every module of ``model`` that the captured program has values of, on ``tokens``."""
     level = Level("authors")
-    source = open_source(model)
+    source = authors_source(model, trust_remote_code)
     compiled = dict(subject.artifact.manifest["sources"])
     if {k: v for k, v in source.hashes.items()} != compiled:
         level.left_out.append(f"that {model} is what was compiled: its files aren't the ones in the manifest")
