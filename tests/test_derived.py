@@ -227,6 +227,21 @@ def test_a_program_is_kept_with_the_values_that_it_follows_from(fresh, tmp_path,
     assert made == ["0.gguf", "2.gguf", "1.gguf"] and len(set(texts)) == 1  # one entry a description: the latest
 
 
+def test_what_was_waived_is_kept_too(fresh, tmp_path, monkeypatch):
+    """It is noted in the artifact, by name, while capture asks about it."""
+    import adaptc.capture.pipeline
+
+    path = tiny_gguf.write(tmp_path / "m.gguf")
+    sys.modules.pop("transformers", None)
+    monkeypatch.setattr(adaptc.capture.pipeline, "capture",
+                        lambda source: (source.waiver.covers("llama.new"), captured.captured())[1])
+    for _ in range(2):
+        source = open_source(path, waive=["llama.*"])
+        capture(source)
+        assert source.waiver.names == ("llama.new",)
+    assert open_source(path, waive=["llama.n*"]).derived.get("program") is None
+
+
 def test_rotary_factors_count_as_looked_at(tmp_path):
     path = tiny_gguf.write(tmp_path / "m.gguf", tensors={"rope_freqs.weight": np.ones(tiny_gguf.HEAD // 2, np.float32)})
     source = open_source(path)

@@ -27,7 +27,8 @@ def capture(source: Any) -> Program:
 
     program = run(source)
     values = {name: _digest(tensor) for name, tensor in source.stored().items() if tensor.looked_at}
-    source.derived.put("program", json.dumps({"values": values, "waived": source.waiver.names, "text": program.text()}).encode())
+    entry = {"values": values, "waived": source.waiver.names, "text": program.text()}
+    source.derived.put("program", json.dumps(entry).encode())
     return program
 
 
