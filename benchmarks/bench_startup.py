@@ -52,8 +52,8 @@ plan = session.plan
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 kilobytes = {{name: int(status[name].split()[0]) for name in ("VmHWM", "RssAnon", "RssFile")}}
 tokens = -(-({prompt} + {generated}) // plan.page_size) * plan.page_size
-cache = sum(state.token_bytes() * requests * (min(tokens, state.window + plan.max_step_tokens) if state.window else tokens)
-            for state in plan.states)
+rows = lambda state: min(tokens, state.window + plan.max_step_tokens) if state.window else tokens
+cache = sum(state.token_bytes() * requests * rows(state) for state in plan.states)
 weights = session.manifest["files"]["weights.safetensors"]["size"]
 print(json.dumps(dict(peak=kilobytes["VmHWM"] * 1024, anonymous=kilobytes["RssAnon"] * 1024,
                       files=kilobytes["RssFile"] * 1024, weights=weights, cache=cache)))
@@ -76,9 +76,10 @@ def main() -> None:
         for requests in (1, 8):
             found = child(SERVE.format(prompt=PROMPT, generated=GENERATED), artifact, arguments.threads, requests)
             rest = found["peak"] - found["weights"] - found["cache"]
-            print(f"peak memory, {requests} request{'s' * (requests > 1):1}              {found['peak'] / MB:7.0f} MB = weights "
-                  f"{found['weights'] / MB:.0f} + cache {found['cache'] / MB:.0f} + {rest / MB:.0f} "
-                  f"(at the end {found['anonymous'] / MB:.0f} anonymous, {found['files'] / MB:.0f} of files)")
+            what = f"peak memory, requests: {requests}"
+            print(f"{what:35} {found['peak'] / MB:7.0f} MB = weights {found['weights'] / MB:.0f} + cache "
+                  f"{found['cache'] / MB:.0f} + {rest / MB:.0f} (at the end {found['anonymous'] / MB:.0f} anonymous, "
+                  f"{found['files'] / MB:.0f} of files)")
 
 
 def shown(seconds: tuple[float, float]) -> str:

@@ -1,5 +1,4 @@
-"""What is made of a model's description is kept: the same as made anew, without torch, and under a key of all it follows
-from."""
+"""What is made of a model's description is kept: as made anew, without torch, and under a key of all it follows from."""
 
 from __future__ import annotations
 
@@ -180,13 +179,14 @@ def test_code_and_versions_are_in_the_key(fresh, tmp_path, monkeypatch):
     assert not known(path) and known(path)
 
 
-def test_operators_of_other_packages_are_in_the_key(fresh, tmp_path, monkeypatch):
+@pytest.mark.parametrize("group", derived.EXTENSIONS)
+def test_packages_that_take_part_are_in_the_key(fresh, tmp_path, monkeypatch, group):
     path = tiny_gguf.write(tmp_path / "m.gguf")
     assert not known(path)
     (tmp_path / "vendor_ops.py").write_text("ROWS = []")
     (tmp_path / "vendor_ops-1.dist-info").mkdir()
     (tmp_path / "vendor_ops-1.dist-info" / "METADATA").write_text("Name: vendor-ops\nVersion: 1\n")
-    (tmp_path / "vendor_ops-1.dist-info" / "entry_points.txt").write_text("[adaptc.operators]\nvendor = vendor_ops:ROWS\n")
+    (tmp_path / "vendor_ops-1.dist-info" / "entry_points.txt").write_text(f"[{group}]\nvendor = vendor_ops:ROWS\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert not known(path) and known(path)
     (tmp_path / "vendor_ops.py").write_text("ROWS = [ ]")
@@ -211,7 +211,8 @@ def test_nothing_is_kept_of_a_model_in_memory(fresh):
 
 def test_a_program_is_kept_with_the_values_that_it_follows_from(fresh, tmp_path, monkeypatch):
     """Capture looks at few values of weights, such as rotary factors or tables that should be equal."""
-    first, same, other = (tiny_gguf.write(tmp_path / f"{i}.gguf", formats=("f32",), seed=seed) for i, seed in enumerate((0, 0, 1)))
+    first, same, other = (tiny_gguf.write(tmp_path / f"{i}.gguf", formats=("f32",), seed=seed)
+                          for i, seed in enumerate((0, 0, 1)))
     made = []
 
     def run(source):

@@ -1,9 +1,9 @@
 """What has been made of a model's description before: its program, its tokenizer, the names of its tensors.
 
 All of it follows from the description (the files but for the values of weights), from code and from versions; these
-are its key in a cache. Nothing is kept of what follows from more than that: modules in memory, code that is fetched from
-elsewhere, and whatever a process makes that had imported transformers before, since classes may have been registered or
-patched there.
+are its key in a cache. Nothing is kept of what follows from more than that: modules in memory, code that is fetched
+from elsewhere, and whatever a process makes that had imported transformers before, since classes may have been
+registered or patched there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ CODE = ("adaptc.blocks", "adaptc.capture", "adaptc.content_cache", "adaptc.error
 
 PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "torch", "torch-mlir", "transformers")
 """Packages of others whose versions count."""
+
+EXTENSIONS = ("adaptc.operators", "adaptc.capture")
+"""Groups of entry points by which other packages take part."""
 
 _REVISION = "1"
 """Counts the changes of how entries are written."""
@@ -54,8 +57,9 @@ def _code() -> Iterator[str | bytes]:
     yield from (f"{name} {_version(name)}" for name in PACKAGES)
     for name in CODE:
         yield from source_files(name)
-    for point in sorted(entry_points(group="adaptc.operators"), key=lambda point: point.name):
-        yield from (point.name, point.value, point.dist.version if point.dist else "")
+    points = [point for group in EXTENSIONS for point in entry_points(group=group)]
+    for point in sorted(points, key=lambda point: (point.group, point.name, point.value)):
+        yield from (point.group, point.name, point.value, point.dist.version if point.dist else "")
         yield from source_files(point.value.partition(":")[0].partition(".")[0])
 
 

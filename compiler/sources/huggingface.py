@@ -117,10 +117,13 @@ class HuggingFaceSource(Source):
         if self.trust_remote_code and "--" in json.dumps(self._given.get("auto_map")):
             return None  # code in another repository
         parts: list[str | bytes] = [*self._headers]
-        for path in sorted(self.folder.iterdir()):
-            if path.suffix in _DESCRIBING and path.is_file():
-                parts += (path.name, path.read_bytes())
-        return [*parts, *(python_files(self.folder) if self.trust_remote_code else ())]
+        try:
+            for path in sorted(self.folder.iterdir()):
+                if path.suffix in _DESCRIBING and path.is_file():
+                    parts += (path.name, path.read_bytes())
+            return [*parts, *(python_files(self.folder) if self.trust_remote_code else ())]
+        except OSError as error:
+            raise InputError(f"{error.filename} can't be read: {error.strerror or error}.") from error
 
     def read_text(self) -> text.TextBundle:
         """From transformers' tokenizer of the folder; empty when it has none."""

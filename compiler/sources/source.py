@@ -67,7 +67,7 @@ class Source(ABC):
 
     @abstractmethod
     def description(self) -> Iterable[str | bytes | memoryview] | None:
-        """All that the files say but the values of weights, byte for byte; None when the model is more than its files."""
+        """All that the files say but the values of weights, byte for byte; None when the model is more than that."""
 
     @abstractmethod
     def read_text(self) -> TextBundle:
