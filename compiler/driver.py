@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from contextlib import contextmanager
@@ -478,7 +477,7 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         chat_template=text.chat_template,
         goldens=goldens,
         sources=source.hashes,
-        tensors={name: _digest(tensor) for name, tensor in sorted(source.tensors.items())},
+        tensors=source.digests(),
         requirements={level: setup.codegen.requirements(level) for level in setup.levels},
         options=setup.options.to_dict(),
         tolerances=TOLERANCES if setup.options.activations == "f32" else {},
@@ -495,12 +494,6 @@ def _packed(source, codegen, weight) -> tuple[bytes, float]:
     if weight.spec.format is None:
         return codes["codes"].tobytes(), error
     return codegen.pack(weight.spec.format, weight.spec.shape, codes), error
-
-
-def _digest(tensor) -> str:
-    import numpy as np
-
-    return hashlib.sha256(np.ascontiguousarray(tensor.values(), "<f4")).hexdigest()
 
 
 def _versions() -> dict[str, str]:

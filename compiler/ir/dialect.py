@@ -143,8 +143,14 @@ def to_spec(kind: ir.Type) -> TensorSpec | StateSpec:
 
 @cache
 def _parse_spec(text: str) -> TensorSpec | StateSpec:
-    with context():
+    with _reader():
         return _spec_of(ir.Type.parse(text), text)
+
+
+@cache
+def _reader() -> ir.Context:
+    """One context for reading types: making one takes 5 ms."""
+    return context()
 
 
 def _spec_of(kind: ir.Type, text: str) -> TensorSpec | StateSpec:
@@ -177,8 +183,12 @@ def _spec_of(kind: ir.Type, text: str) -> TensorSpec | StateSpec:
 
 def tile_of(kind: ir.Type) -> str:
     """The packing order a weight's type states, "" before the layout stage."""
-    text = str(ir.RankedTensorType(kind).encoding)
-    if not text.startswith("#adaptc.packed<"):
+    return _parse_tile(str(ir.RankedTensorType(kind).encoding))
+
+
+@cache
+def _parse_tile(encoding: str) -> str:
+    if not encoding.startswith("#adaptc.packed<"):
         return ""
-    with kind.context:
-        return _inner(text, "#adaptc.packed").get("tile", "")
+    with _reader():
+        return _inner(encoding, "#adaptc.packed").get("tile", "")
