@@ -17,6 +17,7 @@ import tiny_models
 from adaptc.capture import capture
 from adaptc.sources import derived, open_source
 from adaptc.sources.derived import Derived
+from adaptc.artifact_format import TextInfo
 from adaptc.sources.text import TextBundle
 
 COMPILE = """
@@ -263,6 +264,6 @@ def test_tables_that_must_be_equal_count_as_looked_at(folder, tmp_path):
 
 
 def test_text_survives_being_kept():
-    for text in (TextBundle(), TextBundle(b'{"a":\n1}', "{{ x }}\n", "<s>", None, True, (2, 5), {"</s>": 2, "<s>": 1})):
+    for text in (TextBundle(), TextBundle(b'{"a":\n1}', "{{ x }}\n", TextInfo(1, True, (2, 5), {"eos_token": "</s>"}))):
         again = TextBundle.from_bytes(text.to_bytes())
         assert again == text and list(again.special_tokens) == list(text.special_tokens)

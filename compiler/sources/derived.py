@@ -16,8 +16,9 @@ from pathlib import Path
 
 from adaptc.content_cache import ContentCache, cache_key
 
-CODE = ("adaptc.artifact_format", "adaptc.blocks", "adaptc.capture", "adaptc.content_cache", "adaptc.errors", "adaptc.formats", "adaptc.ir",
-        "adaptc.models", "adaptc.ops", "adaptc.packages", "adaptc.plan", "adaptc.protocol", "adaptc.sources")
+CODE = ("adaptc.artifact_format", "adaptc.blocks", "adaptc.capture", "adaptc.content_cache", "adaptc.errors",
+        "adaptc.formats", "adaptc.ir", "adaptc.models", "adaptc.ops", "adaptc.packages", "adaptc.plan", "adaptc.protocol",
+        "adaptc.sources")
 """Modules and packages of ours that capture runs."""
 
 PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "torch", "torch-mlir", "transformers")
