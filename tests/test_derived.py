@@ -266,4 +266,4 @@ def test_tables_that_must_be_equal_count_as_looked_at(folder, tmp_path):
 def test_text_survives_being_kept():
     for text in (TextBundle(), TextBundle(b'{"a":\n1}', "{{ x }}\n", TextInfo(1, True, (2, 5), {"eos_token": "</s>"}))):
         again = TextBundle.from_bytes(text.to_bytes())
-        assert again == text and list(again.special_tokens) == list(text.special_tokens)
+        assert again == text and list(again.info.special_tokens) == list(text.info.special_tokens)
