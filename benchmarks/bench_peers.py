@@ -34,20 +34,28 @@ class Adaptc:
         self.session = adaptc.load(args.artifact, threads=args.threads)
 
     def run(self, prompts: list[list[int]], new: int) -> tuple[float, float]:
-        """Seconds until every prompt has its first token, and from there to the end."""
+        """Seconds until every prompt has its first token, and of ``new`` steps of all of them after it: what as many
+        more tokens add, since requests that wait for their neighbours' prompts go on meanwhile."""
+        if len(prompts) == 1:
+            return self._arrivals(prompts[0], new + 1)
+        first = self._seconds(prompts, 1)
+        return first, self._seconds(prompts, new + 1) - first
+
+    def _seconds(self, prompts: list[list[int]], tokens: int) -> float:
         engine = self.session.engine
         start = time.perf_counter()
         for ids in prompts:
-            engine.add(ids, max_tokens=1)
+            engine.add(ids, max_tokens=tokens)
         while engine.active:
             engine.step()
-        first = time.perf_counter() - start
-        start = time.perf_counter()
-        for ids in prompts:
-            engine.add(ids, max_tokens=new + 1)
+        return time.perf_counter() - start
+
+    def _arrivals(self, ids: list[int], tokens: int) -> tuple[float, float]:
+        engine, times = self.session.engine, [time.perf_counter()]
+        engine.add(ids, max_tokens=tokens)
         while engine.active:
-            engine.step()
-        return first, time.perf_counter() - start - first
+            times += [time.perf_counter() for _ in engine.step()]
+        return times[1] - times[0], times[-1] - times[1]
 
 
 class LlamaCpp:
