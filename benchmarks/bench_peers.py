@@ -65,7 +65,7 @@ class LlamaCpp:
         import llama_cpp as c
 
         self.c = c
-        c.llama_log_set(_QUIET(lambda *_: None), None)
+        c.llama_log_set(_SILENCE, None)
         c.llama_backend_init()
         model = c.llama_model_load_from_file(args.model.encode(), c.llama_model_default_params())
         params = c.llama_context_default_params()
@@ -100,7 +100,8 @@ class LlamaCpp:
         return middle - start, time.perf_counter() - middle
 
 
-_QUIET = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_SILENCE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+"""Kept for as long as the library may call it."""
 
 
 class OpenVino:
