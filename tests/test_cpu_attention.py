@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from adaptc.backends.cpu.kernels import attention
 from adaptc.protocol import OpSpec, StateSpec, TensorSpec
-from cpu_kernel import run
+from cpu_kernel import aligned, native, run
 
 STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 
@@ -195,6 +195,46 @@ def test_bits_over_the_order_of_tokens():
         assert all(np.array_equal(row, want[key]) for key, row in zip(order, cache.step(order)))
 
 
+@pytest.mark.parametrize("heads, kv_heads, window, softcap", [(3, 1, 0, 0.0), (4, 2, 0, 4.0), (4, 4, 200, 0.0)])
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_bits_over_spans(heads, kv_heads, window, softcap, page_size):
+    """Contexts of several spans (of 128 keys here): threads that share a token's keys, alone or beside other requests,
+    give what one thread gives that reads all of them, whatever the chunks."""
+    make = lambda: Cache(heads, kv_heads, 8, 16, window=window, softcap=softcap, page_size=page_size, key_block=8,
+                         lengths=(420, 131, 270), seed=2)
+    rows, whole = everything(make()), make()
+    want = dict(zip(rows, whole.step(rows)))
+    check(whole, np.stack([want[row] for row in rows]), rows)
+    lasts = [(0, 419), (1, 130), (2, 269)]
+    mixed = [(1, 130), *((0, p) for p in range(400, 420)), (2, 269)]
+    for threads in (2, 3, 7, 64):
+        assert all(np.array_equal(a, want[key]) for a, key in zip(make().step(rows, threads), rows))
+        cache = make()
+        for start in range(0, 420, 140):
+            part = [(r, p) for r, n in enumerate(cache.lengths) for p in range(start, min(start + 140, n))]
+            assert all(np.array_equal(a, want[key]) for a, key in zip(cache.step(part, threads), part))
+        for step in (lasts[:1], lasts, mixed, lasts[1:] + lasts[:1]):
+            assert all(np.array_equal(a, want[key]) for a, key in zip(cache.step(step, threads), step))
+
+
+def test_threads_share_the_keys_of_one_token():
+    """One key head, one token: every thread reads as many keys as another, up to a span."""
+    cache = Cache(3, 1, 8, 8, key_block=8, lengths=(2048,))
+    cache.step(everything(cache))
+    selection = attention.SELECT["attention"](cache.spec)
+    attend = next(use.kernel for use in selection.uses if use.kernel.family == "attend")
+    call = native(attention.FAMILIES["attend"], dict(attend.params), cache.level)
+    q, where, request = (np.stack([cache.data[0][0][2047]])[None], np.array([2047], np.int32), np.zeros(1, np.int32))
+    for threads in (2, 3, 5, 16, 40):
+        done = []
+        for tid in range(threads):
+            pieces = aligned(np.full(selection.scratch[0].shape, np.nan, np.float32))
+            out = aligned(np.zeros((1, 3, 8), np.float32))
+            call([aligned(q), where, request, cache.pool, cache.table, pieces, out], (1, 1, 1), tid, threads)
+            done.append(np.isfinite(pieces.reshape(-1)).sum())
+        assert max(done) - min(done) <= sum(done) / 16 and (min(done) > 0 or threads > 16), done
+
+
 FAR = """
 import sys; sys.path.insert(0, {tests!r})
 from test_cpu_attention import *
@@ -246,16 +286,16 @@ def test_widths_that_do_not_fill_vectors_are_declined():
     assert attention.SELECT["attention"](Cache(width=12).spec) is None
 
 
-@pytest.mark.parametrize("window", [0, 5])
-def test_sinks(window):
-    """A head's sink takes its share of the softmax; chunked and alone it gives the same bits."""
-    cache = Cache(lengths=(23,), window=window, seed=3)
+@pytest.mark.parametrize("window, tokens", [(0, 23), (5, 23), (0, 280)])
+def test_sinks(window, tokens):
+    """A head's sink takes its share of the softmax; chunked, alone and shared by threads it gives the same bits."""
+    cache = Cache(lengths=(tokens,), window=window, seed=3, key_block=8)
     sinks = np.random.default_rng(1).normal(0, 3, 4).astype(np.float32)
-    plain = cache.expected(0, list(range(23)))
+    plain = cache.expected(0, list(range(tokens)))
     q, k, _ = cache.data[0]
     keys = rounded(k, cache.dtype).astype(np.float64)
     want = np.empty_like(plain)
-    for t in range(23):
+    for t in range(tokens):
         lo = max(0, t - window + 1) if window else 0
         for h in range(4):
             scores = keys[lo : t + 1, h // 2] @ q[t, h].astype(np.float64) * cache.scaling
@@ -270,8 +310,8 @@ def test_sinks(window):
         return run(attention, cache.spec, (*parts, *where, (cache.pool, cache.table), sinks), (len(positions), 1, 1),
                    threads)[0]
 
-    whole = step(list(range(23)))
+    whole = step(list(range(tokens)))
     np.testing.assert_allclose(whole, want, atol=2e-6)
-    assert np.array_equal(step(list(range(23)), 3), whole)
-    for p in range(23):
-        assert np.array_equal(step([p])[0], whole[p])
+    assert np.array_equal(step(list(range(tokens)), 3), whole)
+    for p in range(0, tokens, 9):
+        assert np.array_equal(step([p])[0], whole[p]) and np.array_equal(step([p], 4)[0], whole[p])

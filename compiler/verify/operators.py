@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from adaptc.verify.subject import Place, Subject
 
 ROWS = (1, 2, 3, 5, 17)
 """Numbers of tokens, requests and sampled rows, beside the plan's maximum: remainders of every tile of kernels."""
+LONG = 600
+"""Tokens before a step of one case of a stateful operator: kernels may treat long contexts in pieces."""
 LARGE_FLOPS = 2e9
 """Above this, a case takes the oracle more than a second; the largest number of rows is then left to fewer ranges."""
 
@@ -66,11 +68,13 @@ class Variant:
 
 @dataclass
 class Case:
-    """One call: sizes of the symbols, values of the operands; a state comes as (pool, block table, oracle's rows)."""
+    """One call: sizes of the symbols, values of the operands; a state comes as (pool, block table, oracle's rows), and
+    one request has at least ``past`` tokens behind it as far as the context allows."""
 
     sizes: dict[str, int]
     operands: list
     what: str
+    past: int = 0
 
 
 def check(subject: Subject, progress: Callable) -> Level:
@@ -173,6 +177,8 @@ class Caller:
         large = self.flops(operator, spec, self.most) > LARGE_FLOPS
         for count in dict.fromkeys((*ROWS, max(self.most.values()))) if dynamic else (1,):
             yield self.case(spec, count, "normal", rng)
+        if operator.state is not None:
+            yield replace(self.case(spec, 3, "normal", rng), past=LONG)
         for name in RANGES:
             if name == "infinite" and not (operator.elementwise or operator.views):
                 continue
@@ -290,7 +296,8 @@ class Caller:
         cache = _Cache(kind, self.most["R"], self.plan.max_context)
         names = operator.operands
         tokens, requests = case.sizes["T"], max(1, min(case.sizes["R"], case.sizes["T"]))
-        past = min(self.plan.max_context - tokens, (kind.window or 2 * kind.key_block) + kind.page_size + 3)
+        past = max(case.past, (kind.window or 2 * kind.key_block) + kind.page_size + 3)
+        past = min(self.plan.max_context - tokens, past)
         rng = np.random.default_rng(tokens)
         start, step = 0, max(1, self.most["T"])
         while start < past:  # the past, in steps as large as they may be
