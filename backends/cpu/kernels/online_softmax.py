@@ -23,8 +23,9 @@ from adaptc.backends.cpu.kernels.pages import common_lanes, room
 TOGETHER = 4
 """Rows that share the loads of a block."""
 
-SUMS = 12
-"""Sums that are kept in registers at once: with what is multiplied they fill the 16 that every level has."""
+SUMS = 9
+"""Sums that are kept in registers at once: enough to hide an addition's latency, few enough that with what is
+multiplied they fit the 16 registers that every level has. With 12, one that lay in memory cost a quarter."""
 
 
 def _lane_maximum(e: Emitter, a: Value, b: Value) -> Value:
@@ -241,7 +242,7 @@ class Rows:
         e = self.e
         load = lambda pointer: e.load(pointer, self.floats)  # noqa: E731
         top = _lane_maximum(e, load(whole.top), load(part.top))
-        old, new = (vmath.exp(e, e.sub(load(r.top), top)) for r in (whole, part))
+        old, new = (vmath.exp_of_negative(e, e.sub(load(r.top), top)) for r in (whole, part))
         e.store(top, whole.top)
         e.store(e.fma(load(part.total), new, e.mul(load(whole.total), old)), whole.total)
         for to, source in self.each(whole.values, part.values):
@@ -271,7 +272,7 @@ class Visit:
         self.e, self.params = e, params
         self.lanes, self.block = common_lanes(e, params), params["key_block"]
         self.floats = vec(self.lanes, "f32")
-        self.weights = room(e, TOGETHER * self.block)
+        self.weights, self.shrink = room(e, TOGETHER * self.block), room(e, TOGETHER * self.lanes)
 
     def _scaled(self, score: Value) -> Value:
         e, cap, scaling = self.e, self.params["softcap"], self.params["scaling"]
@@ -300,32 +301,54 @@ class Visit:
                     most[i] = _lane_maximum(e, most[i], score)
             key.end(*most)
         new = [_everywhere(e, top) for top in key.results]
-        shrink = [vmath.exp(e, e.sub(a, b)) for a, b in zip(old, new)]
+        shrink = self._shrink(old, new)
         with e.loop(0, self.block, lanes, [e.mul(e.load(p.total, floats), s) for p, s in zip(parts, shrink)]) as key:
             added = []
             for i in each:
                 place = e.at(weights[i], key.index, "f32")
-                weight = vmath.exp(e, e.sub(e.load(place, floats), new[i]))
+                weight = vmath.exp_of_negative(e, e.sub(e.load(place, floats), new[i]))
                 e.store(weight, place)
                 added.append(e.add(key.args[i], weight))
             key.end(*added)
         for part, top, total in zip(parts, new, key.results):
             e.store(top, part.top)
             e.store(total, part.total)
-        columns = self.params["value_width"]
-        most_vectors = {1: 8, 2: 4, 3: 4, 4: 3}[count]  # with what is multiplied they fit the 16 registers
-        vectors = next(v for v in range(most_vectors, 0, -1) if columns // lanes % v == 0)
-        with e.loop(0, columns, vectors * lanes) as chunk:
-            offsets = [e.add(chunk.index, v * lanes) for v in range(vectors)]
-            places = [e.at(part.values, offset, "f32") for part in parts for offset in offsets]
-            begin = [e.mul(e.load(p, floats), shrink[i // vectors]) for i, p in enumerate(places)]
-            with e.loop(low, high, init=begin) as key:
-                factors = [e.splat(e.load(e.at(weight, key.index, "f32"), "f32"), lanes) for weight in weights]
-                sums = [*key.args]
-                for v, offset in enumerate(offsets):
-                    value = block.value(key.index, offset)
-                    for i in each:
-                        sums[i * vectors + v] = e.fma(factors[i], value, sums[i * vectors + v])
-                key.end(*sums)
-            for place, total in zip(places, key.results):
-                e.store(total, place)
+        vectors = max(1, SUMS // count)
+        whole, rest = divmod(self.params["value_width"] // lanes, vectors)
+        with e.loop(0, whole * vectors * lanes, vectors * lanes) as chunk:
+            self._weigh(block, parts, weights, shrink, chunk.index, vectors, low, high)
+        if rest:
+            self._weigh(block, parts, weights, shrink, e.const(whole * vectors * lanes, "i64"), rest, low, high)
+
+    def _shrink(self, old: Sequence[Value], new: Sequence[Value]) -> list[Value]:
+        """What rows' sums so far are multiplied by when their maxima move: mostly none moves, and it is 1 without an
+        exponential."""
+        e = self.e
+        places = [e.at(self.shrink, i * self.lanes, "f32") for i in range(len(old))]
+        for place in places:
+            e.store(e.const(1.0, self.floats), place)
+        moved = [e.compare("une", e.lane(a, 0), e.lane(b, 0)) for a, b in zip(old, new)]
+        while len(moved) > 1:
+            moved = [e.or_(moved[0], moved[1]), *moved[2:]]
+        with e.when(moved[0]):
+            for place, a, b in zip(places, old, new):
+                e.store(vmath.exp_of_negative(e, e.sub(a, b)), place)
+        return [e.load(place, self.floats) for place in places]
+
+    def _weigh(self, block: Stored | Copied, parts: Sequence[Running], weights: Sequence[Value],
+               shrink: Sequence[Value], column: Value, vectors: int, low: Value, high: Value) -> None:
+        """Adds to ``vectors`` vectors of the rows' values, from ``column`` on, those of keys [low, high)."""
+        e = self.e
+        offsets = [e.add(column, v * self.lanes) for v in range(vectors)]
+        places = [e.at(part.values, offset, "f32") for part in parts for offset in offsets]
+        begin = [e.mul(e.load(p, self.floats), shrink[i // vectors]) for i, p in enumerate(places)]
+        with e.loop(low, high, init=begin) as key:
+            factors = [e.splat(e.load(e.at(weight, key.index, "f32"), "f32"), self.lanes) for weight in weights]
+            sums = [*key.args]
+            for v, offset in enumerate(offsets):
+                value = block.value(key.index, offset)
+                for i, factor in enumerate(factors):
+                    sums[i * vectors + v] = e.fma(factor, value, sums[i * vectors + v])
+            key.end(*sums)
+        for place, total in zip(places, key.results):
+            e.store(total, place)
