@@ -343,8 +343,7 @@ class _Cache:
     """A page pool with its block table, and the oracle's rows beside it."""
 
     def __init__(self, kind: StateSpec, requests: int, context: int):
-        bytes_ = {"f32": 4, "f16": 2, "bf16": 2}[kind.dtype]
-        page = sum(h * w for _, h, w in kind.parts) * kind.page_size * bytes_
+        page = kind.token_bytes() * kind.page_size
         pages = -(-context // kind.page_size) * 2 + requests + 2
         self.kind, self.rows = kind, RowState(kind)
         self.memory = (aligned((pages, page), np.uint8, 0xFF),

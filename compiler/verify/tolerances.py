@@ -37,8 +37,9 @@ MEANING = 1e-6
 """An operator of the laid-out program against the captured values that it stands for, relative to the largest: a few
 float32 roundings of the unfused form, each 6e-8 (at most 1.2e-7 measured on the tests' models)."""
 
-STATE = {"f32": 0.0, "f16": 8 * UNIT["f16"], "bf16": 8 * UNIT["bf16"]}
-"""What keeping a state in a dtype may add to the result of an operator that reads it."""
+STATE = {"f32": 0.0, "f16": 8 * UNIT["f16"], "bf16": 8 * UNIT["bf16"], "i8": 8 / 254}
+"""What keeping a state in a dtype may add to the result of an operator that reads it. A code of 8 bits is off by half
+a step of 1/127 of its row's largest value."""
 
 QUANTIZED = 0.05
 """What activations in 8 bits may add to a linear map's result: half a step of 1/127 of a group's largest value for each

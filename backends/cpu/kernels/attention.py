@@ -11,15 +11,18 @@ block together, and threads share tiles of tokens, key heads and spans (``Divisi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from adaptc.backends.cpu.kernels import vmath
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
 from adaptc.backends.cpu.kernels.division import Count, Division, Unit, first_key, tile_tokens
 from adaptc.backends.cpu.kernels.elementwise import STORED, narrow
 from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Copied, Rows, Running, Stored, Visit
-from adaptc.backends.cpu.kernels.pages import COLUMNS, Block, Pages, common_lanes, load_index, room
+from adaptc.backends.cpu.kernels.pages import COLUMNS, Block, Pages, common_lanes, load_index, page_elements, room
 from adaptc.backends.cpu.levels import Level
+from adaptc.options import KEPT
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, StateSpec, TensorSpec
 
 SPAN_BLOCKS = 16
@@ -36,6 +39,22 @@ WIDEST = 16
 # ---- kv_append
 
 
+def _quantized(e: Emitter, source: Value, width: int, lanes: int, codes: Value, scale: Value) -> None:
+    """A row as codes from -127 to 127 of its largest value, and the scale that they are multiplied by. A value that is
+    infinite or not a number makes the scale so, and there are no codes."""
+    floats = vec(lanes, "f32")
+    with e.loop(0, width, lanes, [e.const(0.0, floats)]) as column:
+        row = e.load(e.at(source, column.index, "f32"), floats)
+        column.end(vmath.maximum(e, column.args[0], vmath.absolute(e, row)))
+    step = e.div(e.reduce(lambda a, b: vmath.maximum(e, a, b), column.results[0]), 127.0)
+    e.store(step, scale)
+    coded = e.splat(e.and_(e.compare("ogt", step, 0.0), e.compare("olt", step, math.inf)), lanes)
+    with e.loop(0, width, lanes) as column:
+        row = e.div(e.load(e.at(source, column.index, "f32"), floats), e.splat(step, lanes))
+        row = e.max(e.min(e.math("roundeven", e.select(coded, row, 0.0)), 127.0), -127.0)
+        e.store(e.cast("trunci", e.cast("fptosi", row, "i32"), "i8"), e.at(codes, column.index))
+
+
 def emit_append(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     e = Emitter(level)
     keys, values, positions, requests, pool, table = (e.buffer(i) for i in range(6))
@@ -47,8 +66,12 @@ def emit_append(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         token, head = e.div(unit.index, heads), e.rem(unit.index, heads)
         page, slot = pages.at(load_index(e, requests, token), load_index(e, positions, token))
         sources = ((keys, params["width"]), (values, params["value_width"]))
-        for (source, width), target in zip(sources, pages.rows(page, slot, head)):
+        scales = pages.scales(page, slot, head) or (None, None)
+        for (source, width), target, scale in zip(sources, pages.rows(page, slot, head), scales):
             start = e.at(source, e.mul(unit.index, width), "f32")
+            if scale is not None:
+                _quantized(e, start, width, lanes, target, scale)
+                continue
             with e.loop(0, width, lanes) as column:
                 row = e.load(e.at(start, column.index, "f32"), floats)
                 e.store(narrow(e, row, dtype), e.at(target, column.index, STORED[dtype]))
@@ -226,8 +249,7 @@ def emit_merge(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 
 
 def _state(params: Mapping[str, Any]) -> tuple[str, str]:
-    page = params["kv_heads"] * params["page_size"] * (params["width"] + params["value_width"])
-    return f"state:{params['dtype']}[pages,{page}]", f"pages:i32[R,{params['max_pages']}]"
+    return f"state:{params['dtype']}[pages,{page_elements(params)}]", f"pages:i32[R,{params['max_pages']}]"
 
 
 def append_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
@@ -284,11 +306,11 @@ def select(spec: OpSpec) -> Selection | None:
     assert isinstance(state, StateSpec)
     width, value_width = key.shape[2], value.shape[2]
     sizes = (width, value_width, state.key_block)
-    if any(size % COLUMNS for size in sizes) or state.dtype not in ("f32", "f16", "bf16"):
+    if any(size % COLUMNS for size in sizes) or (state.dtype, state.scale) not in KEPT.values():
         return None
     paging = {
         "dtype": state.dtype, "kv_heads": key.shape[1], "max_pages": state.max_pages, "page_size": state.page_size,
-        "value_width": value_width, "width": width,
+        "scale": state.scale, "value_width": value_width, "width": width,
     }  # fmt: skip
     division = {
         "heads": query.shape[1], "kv_heads": key.shape[1], "sinks": bool(sinks),

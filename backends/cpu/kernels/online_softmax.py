@@ -20,10 +20,10 @@ from adaptc.backends.cpu.kernels.division import first_key
 from adaptc.backends.cpu.kernels.elementwise import STORED
 from adaptc.backends.cpu.kernels.pages import common_lanes, room
 
-TOGETHER = 4
+TOGETHER = 2
 """Rows that share the loads of a block."""
 
-SUMS = 9
+SUMS = 8
 """Sums that are kept in registers at once: enough to hide an addition's latency, few enough that with what is
 multiplied they fit the 16 registers that every level has. With 12, one that lay in memory cost a quarter."""
 
@@ -93,10 +93,10 @@ def _transposed(e: Emitter, rows: Sequence[Value]) -> list[Value]:
 
 
 class Stored:
-    """A block as it is stored, at ``keys`` and ``values``."""
+    """A block as it is stored, at ``keys`` and ``values``, with the ``scales`` of either or none."""
 
-    def __init__(self, e: Emitter, params: Mapping[str, Any], keys: Value, values: Value):
-        self.e, self.params, self.keys, self.values = e, params, keys, values
+    def __init__(self, e: Emitter, params: Mapping[str, Any], keys: Value, values: Value, *scales: Value):
+        self.e, self.params, self.keys, self.values, self.scales = e, params, keys, values, scales
         self.dtype, self.lanes = params["dtype"], common_lanes(e, params)
         self.floats = vec(self.lanes, "f32")
 
@@ -135,7 +135,8 @@ class Stored:
 
 
 class Copied:
-    """A block as f32 on the thread's stack: keys as [column][key], values as [key][column]."""
+    """A block as f32 (codes too) on the thread's stack: keys as [column][key], values as [key][column]; scales as they
+    are stored."""
 
     def __init__(self, e: Emitter, params: Mapping[str, Any]):
         self.e, self.params = e, params
@@ -143,10 +144,11 @@ class Copied:
         self.floats = vec(self.lanes, "f32")
         self.keys = room(e, self.block * params["width"])
         self.values = room(e, self.block * params["value_width"])
+        self.scales: tuple[Value, ...] = ()
 
     def fill(self, block: Stored) -> None:
         """Copies all rows; those that nobody sees may be anything."""
-        e, lanes = self.e, self.lanes
+        e, lanes, self.scales = self.e, self.lanes, block.scales
         with e.loop(0, self.block, lanes) as key, e.loop(0, self.params["width"], lanes) as column:
             place = block._row(block.keys, key.index, self.params["width"], column.index)
             rows = [e.load_floats(block._row(place, i, self.params["width"], 0), block.dtype, lanes) for i in range(lanes)]
@@ -274,6 +276,11 @@ class Visit:
         self.floats = vec(self.lanes, "f32")
         self.weights, self.shrink = room(e, TOGETHER * self.block), room(e, TOGETHER * self.lanes)
 
+    def _times(self, block: Stored | Copied, part: int, key: Value, x: Value) -> Value:
+        """``x`` times the scales of keys (part 0) or values (part 1) from ``key`` on, where there are scales."""
+        e = self.e
+        return e.mul(x, e.load(e.at(block.scales[part], key, "f32"), self.floats)) if block.scales else x
+
     def _scaled(self, score: Value) -> Value:
         e, cap, scaling = self.e, self.params["softcap"], self.params["scaling"]
         return e.mul(vmath.tanh(e, e.mul(score, scaling / cap)), cap) if cap else e.mul(score, scaling)
@@ -296,7 +303,8 @@ class Visit:
                 at = e.add(first, e.const(tuple(range(v * lanes, (v + 1) * lanes)), vec(lanes, "i32")))
                 visible = e.and_(e.compare("sge", at, lows), e.compare("slt", at, highs))
                 for i in each:
-                    score = e.select(visible, self._scaled(scores[i][v]), -math.inf)
+                    score = self._times(block, 0, e.add(key.index, v * lanes), scores[i][v])
+                    score = e.select(visible, self._scaled(score), -math.inf)
                     e.store(score, e.at(e.at(weights[i], key.index, "f32"), v * lanes, "f32"))
                     most[i] = _lane_maximum(e, most[i], score)
             key.end(*most)
@@ -307,7 +315,7 @@ class Visit:
             for i in each:
                 place = e.at(weights[i], key.index, "f32")
                 weight = vmath.exp_of_negative(e, e.sub(e.load(place, floats), new[i]))
-                e.store(weight, place)
+                e.store(self._times(block, 1, key.index, weight), place)
                 added.append(e.add(key.args[i], weight))
             key.end(*added)
         for part, top, total in zip(parts, new, key.results):
