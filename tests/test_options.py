@@ -40,7 +40,7 @@ def test_refused(options, message):
 
 
 @pytest.mark.parametrize("kv,activations,dtype", [
-    ("auto", "f32", "f32"), ("auto", "int8", "f16"), ("bf16", "int8", "bf16"), ("f32", "int8", "f32"),
+    ("auto", "f32", "f32"), ("auto", "int8", "f16"), ("bf16", "int8", "bf16"), ("f32", "int8", "f32"), ("int8", "f32", "int8"),
 ])
 def test_cache_dtype_follows_activations_unless_said(kv, activations, dtype):
     assert CompileOptions(kv=kv, activations=activations).kv_dtype == dtype
