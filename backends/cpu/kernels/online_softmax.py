@@ -18,7 +18,7 @@ from adaptc.backends.cpu.kernels.base import Emitter, Value, vec
 from adaptc.backends.cpu.kernels.base import lanes as lanes_of
 from adaptc.backends.cpu.kernels.division import first_key
 from adaptc.backends.cpu.kernels.elementwise import STORED
-from adaptc.backends.cpu.kernels.pages import common_lanes, room
+from adaptc.backends.cpu.kernels.pages import Place, common_lanes, room
 
 TOGETHER = 2
 """Rows that share the loads of a block."""
@@ -93,10 +93,10 @@ def _transposed(e: Emitter, rows: Sequence[Value]) -> list[Value]:
 
 
 class Stored:
-    """A block as it is stored, at ``keys`` and ``values``, with the ``scales`` of either or none."""
+    """A block as it is stored."""
 
-    def __init__(self, e: Emitter, params: Mapping[str, Any], keys: Value, values: Value, *scales: Value):
-        self.e, self.params, self.keys, self.values, self.scales = e, params, keys, values, scales
+    def __init__(self, e: Emitter, params: Mapping[str, Any], place: Place):
+        self.e, self.params, self.place = e, params, place
         self.dtype, self.lanes = params["dtype"], common_lanes(e, params)
         self.floats = vec(self.lanes, "f32")
 
@@ -105,6 +105,16 @@ class Stored:
         row = e.const(row, "i64") if isinstance(row, int) else row
         return e.at(e.at(start, e.mul(row, width), STORED[self.dtype]), column, STORED[self.dtype])
 
+    def key(self, key: Value) -> Value:
+        """Pointer to a key's row; ``lanes`` rows follow one another from a multiple of ``lanes`` on."""
+        start, row = self.place.row(self.e, 0, key)
+        return self._row(start, row, self.params["width"], 0)
+
+    def scale(self, part: int, key: Value) -> Value:
+        """Pointer to the scale of a key (part 0) or its value (part 1); again ``lanes`` follow one another."""
+        start, row = self.place.row(self.e, 2 + part, key)
+        return self.e.at(start, row, "f32")
+
     def dots(self, queries: Sequence[Value], key: Value, vectors: int) -> list[list[Value]]:
         """For each query, its products with consecutive keys from ``key`` on, in one vector."""
         assert vectors == 1
@@ -112,8 +122,9 @@ class Stored:
         step = next(s for s in (lanes, 4, 2, 1) if s <= lanes and s * count <= SUMS)
         stage = step.bit_length() - 1
         parts: list[list[Value]] = [[] for _ in queries]
+        begin = self.key(key)
         for first in range(0, lanes, step):
-            start = self._row(self.keys, e.add(key, first), width, 0)
+            start = self._row(begin, first, width, 0)
             with e.loop(0, width, lanes, [e.const(0.0, self.floats)] * (step * count)) as column:
                 loaded = [e.load(e.at(query, column.index, "f32"), self.floats) for query in queries]
                 sums = [*column.args]
@@ -131,7 +142,8 @@ class Stored:
 
     def value(self, key: Value, column: Value | int) -> Value:
         """``lanes`` columns of a key's value."""
-        return self.e.load_floats(self._row(self.values, key, self.params["value_width"], column), self.dtype, self.lanes)
+        start, row = self.place.row(self.e, 1, key)
+        return self.e.load_floats(self._row(start, row, self.params["value_width"], column), self.dtype, self.lanes)
 
 
 class Copied:
@@ -144,20 +156,20 @@ class Copied:
         self.floats = vec(self.lanes, "f32")
         self.keys = room(e, self.block * params["width"])
         self.values = room(e, self.block * params["value_width"])
-        self.scales: tuple[Value, ...] = ()
 
-    def fill(self, block: Stored) -> None:
-        """Copies all rows; those that nobody sees may be anything."""
-        e, lanes, self.scales = self.e, self.lanes, block.scales
-        with e.loop(0, self.block, lanes) as key, e.loop(0, self.params["width"], lanes) as column:
-            place = block._row(block.keys, key.index, self.params["width"], column.index)
+    def fill(self, block: Stored, low: Value, high: Value) -> None:
+        """Copies the rows that any of keys [low, high) share a vector with; others, which nobody sees, stay anything."""
+        e, lanes, self.scale = self.e, self.lanes, block.scale
+        first = e.sub(low, e.rem(low, lanes))
+        with e.loop(first, high, lanes) as key, e.loop(0, self.params["width"], lanes) as column:
+            place = block._row(block.key(key.index), 0, 0, column.index)
             rows = [e.load_floats(block._row(place, i, self.params["width"], 0), block.dtype, lanes) for i in range(lanes)]
             target = e.at(self.keys, e.add(e.mul(column.index, self.block), key.index), "f32")
             for number, turned in enumerate(_transposed(e, rows)):
                 e.store(turned, e.at(target, number * self.block, "f32"))
-        with e.loop(0, self.block * self.params["value_width"], lanes) as i:
-            row = e.load_floats(block._row(block.values, 0, 0, i.index), block.dtype, lanes)
-            e.store(row, e.at(self.values, i.index, "f32"))
+        with e.loop(low, high) as key, e.loop(0, self.params["value_width"], lanes) as column:
+            target = e.add(e.mul(key.index, self.params["value_width"]), column.index)
+            e.store(block.value(key.index, column.index), e.at(self.values, target, "f32"))
 
     def vectors(self, rows: int) -> int:
         """Vectors of keys that ``dots`` takes at once."""
@@ -279,7 +291,7 @@ class Visit:
     def _times(self, block: Stored | Copied, part: int, key: Value, x: Value) -> Value:
         """``x`` times the scales of keys (part 0) or values (part 1) from ``key`` on, where there are scales."""
         e = self.e
-        return e.mul(x, e.load(e.at(block.scales[part], key, "f32"), self.floats)) if block.scales else x
+        return e.mul(x, e.load(block.scale(part, key), self.floats)) if self.params["scale"] else x
 
     def _scaled(self, score: Value) -> Value:
         e, cap, scaling = self.e, self.params["softcap"], self.params["scaling"]
@@ -295,12 +307,14 @@ class Visit:
         lows, highs = (e.splat(e.cast("trunci", x, "i32"), lanes) for x in (low, high))
         old = [e.load(part.top, floats) for part in parts]
         vectors = block.vectors(count)
-        with e.loop(0, self.block, vectors * lanes, old) as key:
+        # a vector without a visible key is left out: it would add nothing
+        first = e.sub(low, e.rem(low, vectors * lanes))
+        with e.loop(first, high, vectors * lanes, old) as key:
             most = [*key.args]
             scores = block.dots(queries, key.index, vectors)
-            first = e.splat(e.cast("trunci", key.index, "i32"), lanes)
+            number = e.splat(e.cast("trunci", key.index, "i32"), lanes)
             for v in range(vectors):
-                at = e.add(first, e.const(tuple(range(v * lanes, (v + 1) * lanes)), vec(lanes, "i32")))
+                at = e.add(number, e.const(tuple(range(v * lanes, (v + 1) * lanes)), vec(lanes, "i32")))
                 visible = e.and_(e.compare("sge", at, lows), e.compare("slt", at, highs))
                 for i in each:
                     score = self._times(block, 0, e.add(key.index, v * lanes), scores[i][v])
@@ -310,7 +324,8 @@ class Visit:
             key.end(*most)
         new = [_everywhere(e, top) for top in key.results]
         shrink = self._shrink(old, new)
-        with e.loop(0, self.block, lanes, [e.mul(e.load(p.total, floats), s) for p, s in zip(parts, shrink)]) as key:
+        start = e.sub(low, e.rem(low, lanes))
+        with e.loop(start, high, lanes, [e.mul(e.load(p.total, floats), s) for p, s in zip(parts, shrink)]) as key:
             added = []
             for i in each:
                 place = e.at(weights[i], key.index, "f32")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from adaptc.backends.cpu.kernels.base import PTR, Emitter, Value, vec
-from adaptc.backends.cpu.kernels.elementwise import STORED
 from adaptc.plan import DTYPE_BYTES
 
 COLUMNS = 8
@@ -75,50 +76,87 @@ def page_elements(params: Mapping[str, Any]) -> int:
     return slots * (params["width"] + params["value_width"] + 2 * scale // DTYPE_BYTES[params["dtype"]])
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of a block are. Parts: keys, values and, where there are some, the scales of either; ``piece`` rows
+    of a part follow one another. ``starts`` are pointers to the parts, or, with several pieces, to a table of pointers
+    to the parts of each."""
+
+    starts: tuple[Value, ...]
+    piece: int
+    table: Value | None = None
+
+    def row(self, e: Emitter, part: int, key: Value) -> tuple[Value, Value]:
+        """(pointer to a part's piece, row within it) of a key of the block."""
+        if self.table is None:
+            return self.starts[part], key
+        entry = e.add(e.mul(e.div(key, self.piece), len(PARTS)), part)
+        return e.load(e.at(self.table, entry, PTR), PTR, 8), e.rem(key, self.piece)
+
+
+PARTS = ("keys", "values", "key scales", "value scales")
+
+
 class Block:
-    """The rows of one key block of a head, as they are stored: in their page, or copied from several pages one after
-    the other."""
+    """The rows of one key block of a head, as they are stored: read in their pages, or, where pages are so small or so
+    odd that vectors of keys lie in several, copied one after the other."""
 
     def __init__(self, e: Emitter, params: Mapping[str, Any], pages: Pages):
         self.e, self.params, self.pages = e, params, pages
         self.size = params["key_block"]
         self.lanes = common_lanes(e, params)
-        self.one_page = params["page_size"] % self.size == 0
-        self.copies = () if self.one_page else tuple(room(e, self.size * width * pages.bytes, "i8") for width in pages.widths)
-        self.scale_copies = tuple(room(e, self.size) for _ in self.copies if params["scale"])
-        for copy, width in zip(self.copies, pages.widths):  # rows that never are copied are read, though masked then
-            with e.loop(0, self.size * width * pages.bytes, COLUMNS) as i:
+        piece = math.gcd(params["page_size"], self.size)
+        self.in_place = piece % self.lanes == 0
+        self.piece = piece if self.in_place else self.size
+        bytes_ = [width * pages.bytes for width in pages.widths] + [DTYPE_BYTES["f32"]] * (2 if params["scale"] else 0)
+        self.row_bytes = tuple(bytes_)
+        self.table = None
+        if self.piece < self.size:
+            self.table = room(e, self.size // self.piece * len(PARTS), "i64")
+        self.copies = () if self.in_place else tuple(room(e, self.size * size, "i8") for size in bytes_)
+        for copy, size in zip(self.copies, bytes_):  # rows that never are copied are read, though masked then
+            with e.loop(0, self.size * size, COLUMNS) as i:
                 e.store(e.const(0, vec(COLUMNS, "i8")), e.at(copy, i.index))
 
-    def find(self, request: Value, head: Value, low: Value, high: Value) -> tuple[Value, ...]:
-        """Pointers to the block's first key row and value row, and to their scales if they have some. Positions [low, high) of the block are needed: only
-        they are copied, and others may lie in no page."""
-        e = self.e
-        if self.one_page:
-            page, slot = self.pages.at(request, low)
-            slot = e.sub(slot, e.rem(low, self.size))
-            return (*self.pages.rows(page, slot, head), *self.pages.scales(page, slot, head))
-        with e.loop(low, high) as position:
-            place = self.pages.at(request, position.index)
-            sources = self.pages.rows(*place, head)
-            row = e.rem(position.index, self.size)
-            for source, target in zip(self.pages.scales(*place, head), self.scale_copies):
-                e.store(e.load(source, "f32"), e.at(target, row, "f32"))
-            for source, target, width in zip(sources, self.copies, self.pages.widths):
-                target = e.at(target, e.mul(row, width * self.pages.bytes))
-                with e.loop(0, width, COLUMNS) as c:
-                    columns = [e.at(p, c.index, STORED[self.pages.dtype]) for p in (source, target)]
-                    e.store(e.load(columns[0], vec(COLUMNS, STORED[self.pages.dtype])), columns[1])
-        return (*self.copies, *self.scale_copies)
+    def _parts(self, request: Value, head: Value, position: Value) -> tuple[Value, ...]:
+        """Pointers to the rows of a position that is needed."""
+        place = self.pages.at(request, position)
+        return (*self.pages.rows(*place, head), *self.pages.scales(*place, head))
 
-    def prefetch(self, request: Value, head: Value, position: Value) -> None:
-        """Asks for the block of a position that is needed soon; its page is one that processors can't foresee."""
-        if not self.one_page:
+    def _piece(self, request: Value, head: Value, position: Value) -> tuple[Value, ...]:
+        """Pointers to the first rows of the piece that a position lies in."""
+        e = self.e
+        page, slot = self.pages.at(request, position)
+        slot = e.sub(slot, e.rem(slot, self.piece))
+        return (*self.pages.rows(page, slot, head), *self.pages.scales(page, slot, head))
+
+    def find(self, request: Value, head: Value, low: Value, high: Value) -> Place:
+        """The block's rows. Positions [low, high) of it are needed; others may lie in no page."""
+        e = self.e
+        if not self.in_place:
+            with e.loop(low, high) as position:
+                row = e.rem(position.index, self.size)
+                for source, target, size in zip(self._parts(request, head, position.index), self.copies, self.row_bytes):
+                    unit = min(size, COLUMNS)
+                    with e.loop(0, size, unit) as c:
+                        data = e.load(e.at(source, c.index), vec(unit, "i8"))
+                        e.store(data, e.at(e.at(target, e.mul(row, size)), c.index))
+            return Place(self.copies, self.size)
+        if self.table is None:
+            return Place(self._piece(request, head, low), self.size)
+        with e.loop(e.sub(low, e.rem(low, self.piece)), high, self.piece) as position:
+            entry = e.mul(e.div(e.rem(position.index, self.size), self.piece), len(PARTS))
+            for part, start in enumerate(self._piece(request, head, e.max(position.index, low))):
+                e.store(start, e.at(self.table, e.add(entry, part), PTR), 8)
+        return Place((), self.piece, self.table)
+
+    def prefetch(self, request: Value, head: Value, low: Value, high: Value) -> None:
+        """Asks for rows that are needed soon, in pages that processors can't foresee: the pieces of [low, high)."""
+        if not self.in_place:
             return
         e = self.e
-        starts = self.find(request, head, position, position)
-        sizes = [width * self.pages.bytes for width in self.pages.widths] + [DTYPE_BYTES["f32"]] * 2
-        for start, size in zip(starts, sizes):
-            with e.loop(0, self.size * size, LINE) as line:
-                e.line(f'"llvm.intr.prefetch"({e.at(start, line.index)}) <{{cache = 1 : i32, hint = 3 : i32, rw = 0 : i32}}>'
-                       f" : ({PTR}) -> ()")
+        with e.loop(low, high, self.piece) as position:
+            for start, size in zip(self._piece(request, head, position.index), self.row_bytes):
+                with e.loop(0, self.piece * size, LINE) as line:
+                    e.line(f'"llvm.intr.prefetch"({e.at(start, line.index)}) <{{cache = 1 : i32, hint = 3 : i32, rw = 0 : i32}}>'
+                           f" : ({PTR}) -> ()")
