@@ -169,8 +169,8 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
             base = e.mul(index.index, block)
             after = e.add(base, block)
             low, high = e.max(base, least), e.min(after, most)
-            data = Stored(e, params, stored.find(request, unit.head, low, high))
-            stored.prefetch(request, unit.head, after, e.min(e.add(after, block), end))
+            ahead = stored.ahead(request, unit.head, after, e.min(e.add(after, block), end))
+            data = Stored(e, params, stored.find(request, unit.head, low, high), ahead)
             with e.when(one):
                 look(unit, place, data, base, e.const(0, "i64"))
             with e.when(e.xor(one, True)):

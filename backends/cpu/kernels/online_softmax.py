@@ -18,7 +18,8 @@ from adaptc.backends.cpu.kernels.base import Emitter, Value, vec
 from adaptc.backends.cpu.kernels.base import lanes as lanes_of
 from adaptc.backends.cpu.kernels.division import first_key
 from adaptc.backends.cpu.kernels.elementwise import STORED
-from adaptc.backends.cpu.kernels.pages import Place, common_lanes, room
+from adaptc.backends.cpu.kernels.pages import Place, common_lanes, prefetch, room
+from adaptc.plan import DTYPE_BYTES
 
 TOGETHER = 2
 """Rows that share the loads of a block."""
@@ -95,8 +96,10 @@ def _transposed(e: Emitter, rows: Sequence[Value]) -> list[Value]:
 class Stored:
     """A block as it is stored."""
 
-    def __init__(self, e: Emitter, params: Mapping[str, Any], place: Place):
-        self.e, self.params, self.place = e, params, place
+    def __init__(self, e: Emitter, params: Mapping[str, Any], place: Place, ahead: Place | None):
+        """``ahead`` is the block that is read next; its rows are asked for one by one as these are read, as a burst of
+        requests would fill the queue that this block's own reads stand in."""
+        self.e, self.params, self.place, self.ahead = e, params, place, ahead
         self.dtype, self.lanes = params["dtype"], common_lanes(e, params)
         self.floats = vec(self.lanes, "f32")
 
@@ -104,6 +107,13 @@ class Stored:
         e = self.e
         row = e.const(row, "i64") if isinstance(row, int) else row
         return e.at(e.at(start, e.mul(row, width), STORED[self.dtype]), column, STORED[self.dtype])
+
+    def ask(self, part: int, key: Value, column: Value | int, columns: int) -> None:
+        """Prefetches columns of a key's (part 0) or value's (part 1) row in the next block."""
+        if self.ahead is not None:
+            start, row = self.ahead.row(self.e, part, key)
+            width = self.params[("width", "value_width")[part]]
+            prefetch(self.e, self._row(start, row, width, column), columns * DTYPE_BYTES[self.dtype])
 
     def key(self, key: Value) -> Value:
         """Pointer to a key's row; ``lanes`` rows follow one another from a multiple of ``lanes`` on."""
@@ -125,6 +135,8 @@ class Stored:
         begin = self.key(key)
         for first in range(0, lanes, step):
             start = self._row(begin, first, width, 0)
+            for number in range(step):
+                self.ask(0, e.add(key, first + number), 0, width)
             with e.loop(0, width, lanes, [e.const(0.0, self.floats)] * (step * count)) as column:
                 loaded = [e.load(e.at(query, column.index, "f32"), self.floats) for query in queries]
                 sums = [*column.args]
@@ -156,6 +168,9 @@ class Copied:
         self.floats = vec(self.lanes, "f32")
         self.keys = room(e, self.block * params["width"])
         self.values = room(e, self.block * params["value_width"])
+
+    def ask(self, part: int, key: Value, column: Value, columns: int) -> None:
+        """There is nothing to fetch."""
 
     def fill(self, block: Stored, low: Value, high: Value) -> None:
         """Copies the rows that any of keys [low, high) share a vector with; others, which nobody sees, stay anything."""
@@ -368,6 +383,7 @@ class Visit:
         with e.loop(low, high, init=begin) as key:
             factors = [e.splat(e.load(e.at(weight, key.index, "f32"), "f32"), self.lanes) for weight in weights]
             sums = [*key.args]
+            block.ask(1, key.index, column, vectors * self.lanes)
             for v, offset in enumerate(offsets):
                 value = block.value(key.index, offset)
                 for i, factor in enumerate(factors):

@@ -110,9 +110,9 @@ class Block:
         self.piece = piece if self.in_place else self.size
         bytes_ = [width * pages.bytes for width in pages.widths] + [DTYPE_BYTES["f32"]] * (2 if params["scale"] else 0)
         self.row_bytes = tuple(bytes_)
-        self.table = None
+        self.table = self.next = None
         if self.piece < self.size:
-            self.table = room(e, self.size // self.piece * len(PARTS), "i64")
+            self.table, self.next = (room(e, self.size // self.piece * len(PARTS), "i64") for _ in range(2))
         self.copies = () if self.in_place else tuple(room(e, self.size * size, "i8") for size in bytes_)
         for copy, size in zip(self.copies, bytes_):  # rows that never are copied are read, though masked then
             with e.loop(0, self.size * size, COLUMNS) as i:
@@ -144,19 +144,28 @@ class Block:
             return Place(self.copies, self.size)
         if self.table is None:
             return Place(self._piece(request, head, low), self.size)
+        return self._found(request, head, low, high, self.table)
+
+    def _found(self, request: Value, head: Value, low: Value, high: Value, table: Value) -> Place:
+        e = self.e
         with e.loop(e.sub(low, e.rem(low, self.piece)), high, self.piece) as position:
             entry = e.mul(e.div(e.rem(position.index, self.size), self.piece), len(PARTS))
             for part, start in enumerate(self._piece(request, head, e.max(position.index, low))):
-                e.store(start, e.at(self.table, e.add(entry, part), PTR), 8)
-        return Place((), self.piece, self.table)
+                e.store(start, e.at(table, e.add(entry, part), PTR), 8)
+        return Place((), self.piece, table)
 
-    def prefetch(self, request: Value, head: Value, low: Value, high: Value) -> None:
-        """Asks for rows that are needed soon, in pages that processors can't foresee: the pieces of [low, high)."""
+    def ahead(self, request: Value, head: Value, low: Value, high: Value) -> Place | None:
+        """The rows of a block that is needed soon, if at all (low < high), to be asked for by ``prefetch``: pages are
+        what processors can't foresee."""
         if not self.in_place:
-            return
+            return None
         e = self.e
-        with e.loop(low, high, self.piece) as position:
-            for start, size in zip(self._piece(request, head, position.index), self.row_bytes):
-                with e.loop(0, self.piece * size, LINE) as line:
-                    e.line(f'"llvm.intr.prefetch"({e.at(start, line.index)}) <{{cache = 1 : i32, hint = 3 : i32, rw = 0 : i32}}>'
-                           f" : ({PTR}) -> ()")
+        if self.table is None:
+            return Place(self._piece(request, head, e.min(low, e.sub(high, 1))), self.size)
+        return self._found(request, head, low, high, self.next)
+
+
+def prefetch(e: Emitter, pointer: Value, size: int) -> None:
+    """Asks for ``size`` bytes; whatever the pointer is, nothing fails."""
+    for line in range(0, size, LINE):
+        e.line(f'"llvm.intr.prefetch"({e.at(pointer, line)}) <{{cache = 1 : i32, hint = 3 : i32, rw = 0 : i32}}> : ({PTR}) -> ()')
