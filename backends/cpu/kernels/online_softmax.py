@@ -173,12 +173,13 @@ class Copied:
         """There is nothing to fetch."""
 
     def fill(self, block: Stored, low: Value, high: Value) -> None:
-        """Copies the rows that any of keys [low, high) share a vector with; others, which nobody sees, stay anything."""
+        """Copies keys [low, high) with those that share a vector with any; nobody sees others, which stay anything."""
         e, lanes, self.scale = self.e, self.lanes, block.scale
         first = e.sub(low, e.rem(low, lanes))
         with e.loop(first, high, lanes) as key, e.loop(0, self.params["width"], lanes) as column:
             place = block._row(block.key(key.index), 0, 0, column.index)
-            rows = [e.load_floats(block._row(place, i, self.params["width"], 0), block.dtype, lanes) for i in range(lanes)]
+            starts = [block._row(place, i, self.params["width"], 0) for i in range(lanes)]
+            rows = [e.load_floats(start, block.dtype, lanes) for start in starts]
             target = e.at(self.keys, e.add(e.mul(column.index, self.block), key.index), "f32")
             for number, turned in enumerate(_transposed(e, rows)):
                 e.store(turned, e.at(target, number * self.block, "f32"))
@@ -201,7 +202,8 @@ class Copied:
                 start = e.at(self.keys, e.add(e.mul(column.index, self.block), key), "f32")
                 sums = [*column.args]
                 for chain, offset in enumerate(offsets):
-                    keys = [e.load(e.at(start, offset * self.block + v * lanes, "f32"), self.floats) for v in range(vectors)]
+                    places = [e.at(start, offset * self.block + v * lanes, "f32") for v in range(vectors)]
+                    keys = [e.load(place, self.floats) for place in places]
                     for number, query in enumerate(queries):
                         factor = e.load(e.at(e.at(query, column.index, "f32"), offset, "f32"), "f32")
                         for v, row in enumerate(keys):

@@ -78,7 +78,7 @@ def page_elements(params: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows of a block are. Parts: keys, values and, where there are some, the scales of either; ``piece`` rows
+    """Where the rows of a block are. Parts: keys, values and, if there are, the scales of either; ``piece`` rows
     of a part follow one another. ``starts`` are pointers to the parts, or, with several pieces, to a table of pointers
     to the parts of each."""
 
@@ -108,13 +108,13 @@ class Block:
         piece = math.gcd(params["page_size"], self.size)
         self.in_place = piece % self.lanes == 0
         self.piece = piece if self.in_place else self.size
-        bytes_ = [width * pages.bytes for width in pages.widths] + [DTYPE_BYTES["f32"]] * (2 if params["scale"] else 0)
-        self.row_bytes = tuple(bytes_)
+        self.row_bytes = [width * pages.bytes for width in pages.widths]
+        self.row_bytes += [DTYPE_BYTES["f32"]] * (2 if params["scale"] else 0)
         self.table = self.next = None
         if self.piece < self.size:
             self.table, self.next = (room(e, self.size // self.piece * len(PARTS), "i64") for _ in range(2))
-        self.copies = () if self.in_place else tuple(room(e, self.size * size, "i8") for size in bytes_)
-        for copy, size in zip(self.copies, bytes_):  # rows that never are copied are read, though masked then
+        self.copies = () if self.in_place else tuple(room(e, self.size * size, "i8") for size in self.row_bytes)
+        for copy, size in zip(self.copies, self.row_bytes):  # rows that never are copied are read, though masked then
             with e.loop(0, self.size * size, COLUMNS) as i:
                 e.store(e.const(0, vec(COLUMNS, "i8")), e.at(copy, i.index))
 
@@ -136,7 +136,8 @@ class Block:
         if not self.in_place:
             with e.loop(low, high) as position:
                 row = e.rem(position.index, self.size)
-                for source, target, size in zip(self._parts(request, head, position.index), self.copies, self.row_bytes):
+                parts = self._parts(request, head, position.index)
+                for source, target, size in zip(parts, self.copies, self.row_bytes):
                     unit = min(size, COLUMNS)
                     with e.loop(0, size, unit) as c:
                         data = e.load(e.at(source, c.index), vec(unit, "i8"))
@@ -167,5 +168,6 @@ class Block:
 
 def prefetch(e: Emitter, pointer: Value, size: int) -> None:
     """Asks for ``size`` bytes; whatever the pointer is, nothing fails."""
+    how = "<{cache = 1 : i32, hint = 3 : i32, rw = 0 : i32}>"  # data, into the nearest cache, to be read
     for line in range(0, size, LINE):
-        e.line(f'"llvm.intr.prefetch"({e.at(pointer, line)}) <{{cache = 1 : i32, hint = 3 : i32, rw = 0 : i32}}> : ({PTR}) -> ()')
+        e.line(f'"llvm.intr.prefetch"({e.at(pointer, line)}) {how} : ({PTR}) -> ()')
