@@ -296,6 +296,19 @@ def test_a_row_of_codes_is_off_by_half_a_step(page_size):
     assert 1e-4 < np.abs(result - exact).max() < 0.05 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("dtype", ["f16", "i8"])
+@pytest.mark.parametrize("length", [3, 21, 33])
+def test_blocks_whose_last_pages_are_not_there(length, dtype):
+    """A key block of 32 over pages of 16 or 8, some of which the request doesn't have yet; two heads share a key head,
+    so that as many vectors of keys as may be are multiplied together."""
+    for page_size in (8, 16):
+        cache = Cache(4, 2, 16, 16, dtype, page_size=page_size, key_block=32, lengths=(length,))
+        rows = everything(cache)
+        whole = cache.step(rows)
+        check(cache, whole, rows)
+        assert np.array_equal(cache.step(rows[-1:])[0], whole[-1])
+
+
 def test_codes_of_rows_at_the_edges():
     """Rows of zeros, of subnormal numbers and of huge ones are kept; a row with an infinite value or a NaN is no number
     to whom it may concern, and to nobody else."""

@@ -159,8 +159,7 @@ class Stored:
 
 
 class Copied:
-    """A block as f32 (codes too) on the thread's stack: keys as [column][key], values as [key][column]; scales as they
-    are stored."""
+    """A block as f32 (codes too) on the thread's stack: keys as [column][key], values as [key][column]."""
 
     def __init__(self, e: Emitter, params: Mapping[str, Any]):
         self.e, self.params = e, params
@@ -168,13 +167,18 @@ class Copied:
         self.floats = vec(self.lanes, "f32")
         self.keys = room(e, self.block * params["width"])
         self.values = room(e, self.block * params["value_width"])
+        self.scales = tuple(room(e, self.block) for _ in range(2 if params["scale"] else 0))
+
+    def scale(self, part: int, key: Value) -> Value:
+        """Pointer to the scale of a key (part 0) or its value (part 1)."""
+        return self.e.at(self.scales[part], key, "f32")
 
     def ask(self, part: int, key: Value, column: Value, columns: int) -> None:
         """There is nothing to fetch."""
 
     def fill(self, block: Stored, low: Value, high: Value) -> None:
         """Copies keys [low, high) with those that share a vector with any; nobody sees others, which stay anything."""
-        e, lanes, self.scale = self.e, self.lanes, block.scale
+        e, lanes = self.e, self.lanes
         first = e.sub(low, e.rem(low, lanes))
         with e.loop(first, high, lanes) as key, e.loop(0, self.params["width"], lanes) as column:
             place = block._row(block.key(key.index), 0, 0, column.index)
@@ -183,6 +187,9 @@ class Copied:
             target = e.at(self.keys, e.add(e.mul(column.index, self.block), key.index), "f32")
             for number, turned in enumerate(_transposed(e, rows)):
                 e.store(turned, e.at(target, number * self.block, "f32"))
+        with e.loop(first, high, lanes) as key:
+            for part in range(len(self.scales)):
+                e.store(e.load(block.scale(part, key.index), self.floats), self.scale(part, key.index))
         with e.loop(low, high) as key, e.loop(0, self.params["value_width"], lanes) as column:
             target = e.add(e.mul(key.index, self.params["value_width"]), column.index)
             e.store(block.value(key.index, column.index), e.at(self.values, target, "f32"))
