@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 from adaptc.errors import InputError, LegalityError, OptionError, OutputError, one_of
-from adaptc.options import CompileOptions
+from adaptc.options import KEPT, CompileOptions
 
 if TYPE_CHECKING:
     from adaptc.ir.module import Program
@@ -309,7 +309,8 @@ class _Setup:
         made = {name: getattr(plan, name) for name in said if plan.states or name != "page_size"}
         if plan.states:
             said |= {"kv": self.options.kv_dtype, "max_context": -(-plan.max_context // plan.page_size)}
-            made |= {"kv": plan.states[0].dtype, "max_context": plan.groups[0].max_pages}
+            kept = plan.states[0].dtype, plan.states[0].scale
+            made |= {"kv": next(name for name, pair in KEPT.items() if pair == kept), "max_context": plan.groups[0].max_pages}
         for name in ("weights", "activations"):
             said[name], made[name] = getattr(self.options, name), lowered.fact(name)
         for name, value in made.items():

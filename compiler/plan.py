@@ -12,7 +12,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -113,11 +113,18 @@ class StatePart:
     width: int
 
 
+def row_bytes(parts: Iterable[tuple[str, int, int]], dtype: str, scale: str) -> int:
+    """Bytes that a token takes in a state, from its parts' (name, heads, width)."""
+    scales = DTYPE_BYTES[scale] if scale else 0
+    return sum(heads * (width * DTYPE_BYTES[dtype] + scales) for _, heads, width in parts)
+
+
 @dataclass(frozen=True)
 class State:
     """A state's contract. kind "rows": every token appends one row of ``parts``; ``window`` 0 = all are kept, else
     only rows with position > p - window are ever read from position p. Within a page the layout is, for each part
-    in order, [heads][page_size][width] of ``dtype``."""
+    in order, [heads][page_size][width] of ``dtype``. Where rows are codes, i8, each head's row has a ``scale`` of that
+    dtype ("" = none): after all rows, for each part in order, [heads][page_size]."""
 
     name: str
     kind: str
@@ -125,9 +132,10 @@ class State:
     dtype: str
     window: int
     parts: tuple[StatePart, ...]
+    scale: str = ""
 
     def token_bytes(self) -> int:
-        return sum(p.heads * p.width for p in self.parts) * DTYPE_BYTES[self.dtype]
+        return row_bytes(((p.name, p.heads, p.width) for p in self.parts), self.dtype, self.scale)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ def to_type(spec: TensorSpec | StateSpec, tile: str = "") -> ir.Type:
     """The MLIR type of a spec; ``tile`` names the order a backend packs a weight in (layout stage)."""
     if isinstance(spec, StateSpec):
         contract = {"kind": "rows", "parts": spec.parts, "dtype": spec.dtype, "window": spec.window}
+        if spec.scale:
+            contract["scale"] = spec.scale
         if spec.page_size:
             contract |= {"page_size": spec.page_size, "key_block": spec.key_block, "max_pages": spec.max_pages}
         return ir.Type.parse(f"!adaptc.state<{to_attr(contract)}>")
@@ -157,7 +159,7 @@ def _spec_of(kind: ir.Type, text: str) -> TensorSpec | StateSpec:
     if text.startswith("!adaptc.state<"):
         c = _inner(text, "!adaptc.state")
         return StateSpec(c["parts"], c["dtype"], c["window"], c.get("page_size", 0), c.get("key_block", 0),
-                         c.get("max_pages", 0))
+                         c.get("max_pages", 0), c.get("scale", ""))
     if not isinstance(kind, ir.RankedTensorType):
         raise LegalityError(f"type {text} is neither a ranked tensor nor a state.")
     tensor = ir.RankedTensorType(kind)
