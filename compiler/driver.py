@@ -263,7 +263,7 @@ class _Setup:
 
         found = targets.target(target)
         codegen = backends.codegen(found.backend)
-        found.check_dtype(options.kv_dtype, f"kv={options.kv}")
+        found.check_dtype(KEPT[options.kv_dtype][0], f"kv={options.kv}")
         found.check_dtype("i8" if options.activations == "int8" else "f32", f"activations={options.activations}")
         wanted = [codegen.level(found.level(name.strip())) for name in options.level.split(",")]
         levels = tuple(dict.fromkeys(wanted))
