@@ -124,8 +124,10 @@ UNREAD = {
                                    "expert_feed_forward_length": 96, "rope.scaling.type": "yarn",
                                    "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
                    gpt_oss, "GPT_OSS"),
+    "phi3, a part turned": Row("phi3", "phi3", WIDE | families.rope("default", partial_rotary_factor=0.5), {
+        "attention.sliding_window": 0, "rope.dimension_count": 64, "rope.scaling.original_context_length": 64}),
 }
-"""Architectures that it doesn't read, or fails to."""
+"""Architectures that it doesn't read, fails to, or makes another model of."""
 
 
 def write(path: Path, row: Row, model, formats: Mapping[str, str] = {}, metadata: Mapping[str, Any] = {}) -> Path:
@@ -269,6 +271,9 @@ def test_what_is_packed_stays_packed(name, tmp_path):
     ("gpt-oss", {"rope.scaling.type": None, "rope.scaling.factor": None, "rope.scaling.original_context_length": None},
      "doesn't say how rotary positions are scaled"),
     ("gpt-oss", {"expert_feed_forward_length": 32}, "can only read models where both agree"),
+    ("qwen2", {"rope.dimension_count": 64}, "heads of 128 columns; .* whose rope turns all of them"),
+    ("qwen3", {"rope.dimension_count": 64}, "heads of 128 columns; .* whose rope turns all of them"),
+    ("phi3", {"rope.dimension_count": 63}, "heads of 128 columns; .* whose rope turns an even part of them"),
     ("qwen3moe", {"expert_count": 8}, "expert_count is 8, and the tensors have 4"),
     ("qwen3moe", {"expert_count": None}, "has the wrong type or is missing"),
     ("qwen3moe", {"expert_used_count": 5}, "expert_used_count is more than expert_count"),
