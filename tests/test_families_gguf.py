@@ -200,6 +200,22 @@ def test_as_transformers_reads_the_file(name, tmp_path):
     assert not check(path, model, seed).format_notes
 
 
+def test_verified_against_transformers(tmp_path):
+    """Experts of packed halves; neither file nor folder brings a tokenizer."""
+    row = ROWS["qwen3moe"]
+    model = families.build(row.model_type, row.keys, 1)
+    path = write(tmp_path / "m.gguf", row, model, {r"ffn_(gate|up)_exps": "q4_0", r"attn_q\.": "q8_0"})
+    model.save_pretrained(tmp_path / "m")
+    for number, source in enumerate((path, tmp_path / "m")):
+        families.compile_family(source, tmp_path / f"{number}.adapt")
+        report = verify(tmp_path / f"{number}.adapt", levels=(), against=str(source), seed=1)
+        assert report.passed and len(report.depths) == 3, report.levels
+    other = families.build(row.model_type, row.keys, 2)
+    other.save_pretrained(tmp_path / "m", state_dict={k: v for k, v in other.state_dict().items() if "norm" not in k})
+    with pytest.raises(UnsupportedError, match="by itself: it finds nothing for 'model.layers.0.input_layernorm.weight'"):
+        verify(tmp_path / "1.adapt", levels=(), against=str(tmp_path / "m"))
+
+
 @pytest.mark.parametrize("name", UNREAD)
 def test_as_the_model_that_was_converted(name, tmp_path):
     model = families.build(UNREAD[name].model_type, UNREAD[name].keys, 1)
