@@ -204,6 +204,14 @@ def _check_plan(plan: Plan, objects: Mapping, weights: Mapping[str, memoryview])
     """Everything that the plan names is there."""
     if not plan.levels:
         raise DamageError("plan.json: it has no level.")
+    for name in ("vocabulary", "max_context", "max_step_tokens", "max_requests", "page_size", "key_block"):
+        if getattr(plan, name) < 1:
+            raise DamageError(f"plan.json: {name} is {getattr(plan, name)}.")
+    known = {state.name for state in plan.states}
+    named = [*(name for group in plan.groups for name in group.states),
+             *(buffer.source for buffer in plan.buffers if buffer.kind == "state")]  # fmt: skip
+    if unknown := sorted({*named} - known):
+        raise DamageError(f"plan.json: the state {unknown[0]!r} is used, and the plan doesn't declare it.")
     for level, kernel in ((level, kernel) for level in plan.levels for kernel in plan.kernels):
         if f"{level}/{kernel.object}" not in objects:
             raise DamageError(f"plan.json: kernel {kernel.symbol} is in {kernel.object}, which is not in "
