@@ -44,6 +44,7 @@ class GgufSource(Source):
         self.name = path.name
         file = read_gguf(path)
         self.metadata: Mapping[str, Any] = file.metadata
+        self._header = file.header
         self._check_type()
         self._check_parts()
         self.architecture = self._architecture()
@@ -99,7 +100,11 @@ class GgufSource(Source):
             add=next((add for pattern, add in self._rules.offsets.items() if re.search(pattern, parameter)), 0.0),
         )
 
-    def text(self) -> text.TextBundle:
+    def description(self) -> tuple[memoryview, ...]:
+        """The file's header, metadata and tensor table."""
+        return (self._header,)
+
+    def read_text(self) -> text.TextBundle:
         return text.gguf_bundle(self.architecture, self.metadata, self.name)
 
     @cached_property
