@@ -302,5 +302,5 @@ def kinds(root: type[AdaptcError] = AdaptcError) -> Iterator[type[AdaptcError]]:
 
 
 def one_of(kind: str, got: object, valid) -> OptionError:
-    """The error for a name that is none of ``valid``: ``unknown target 'x'; valid targets are: cpu``."""
+    """The error for a name that is none of ``valid``: ``unknown target 'x'; valid values are: cpu.``."""
     return UnknownNameError(f"unknown {kind} {got!r}; valid values are: {', '.join(map(str, valid))}.")

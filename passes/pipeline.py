@@ -178,7 +178,7 @@ def lower_to(program: Program, stage: str, options: CompileOptions = CompileOpti
     stages = pipeline(options, codegen, key_block)
     reachable = [program.stage, *(s for s, _ in stages if s in ahead[1:])]
     if stage not in reachable:
-        raise one_of(f"stage to reach from {program.stage!r} {'with' if codegen else 'without'} a backend", stage,
+        raise one_of(f"stage to reach (from {program.stage!r}, {'with' if codegen else 'without'} a backend):", stage,
                      reachable)
     programs, times = {program.stage: program}, ()
     current = program

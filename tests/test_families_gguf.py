@@ -207,7 +207,7 @@ def test_verified_against_transformers(tmp_path):
     path = write(tmp_path / "m.gguf", row, model, {r"ffn_(gate|up)_exps": "q4_0", r"attn_q\.": "q8_0"})
     model.save_pretrained(tmp_path / "m")
     for number, source in enumerate((path, tmp_path / "m")):
-        families.compile_family(source, tmp_path / f"{number}.adapt")
+        families.compile_family(source, tmp_path / f"{number}.adapt", weights=("auto", "int4")[number])
         report = verify(tmp_path / f"{number}.adapt", levels=(), against=str(source), seed=1)
         assert report.passed and len(report.depths) == 3, report.levels
     other = families.build(row.model_type, row.keys, 2)

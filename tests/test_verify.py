@@ -115,6 +115,8 @@ def test_converted_weights_are_said_and_compared(converted, model):
     assert "converted to another format" in report.levels[0].left_out[0]
     assert report.levels[2].figures["largest relative RMS error of a converted weight"] > 0
     assert any("converted weights against the file's values" in line for line in report.levels[2].covered)
+    apart = [d.error for d in report.depths if d.against == "authors"]
+    assert apart and max(apart) < 1e-5, "the program is compared with the file's values in it"
 
 
 def test_a_converted_weight_that_isnt_the_files(converted, model, tmp_path):

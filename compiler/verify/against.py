@@ -15,6 +15,7 @@ from adaptc.verify.meaning import Recorder, layer_of
 from adaptc.verify.report import Depth, Finding, Level
 from adaptc.verify.subject import DENSE, Subject
 from adaptc.verify.weights import lossless, tensor_order
+from adaptc.weights import parameter
 
 
 def check(subject: Subject, model: str, tokens: list[int], trust_remote_code: bool,
@@ -22,22 +23,24 @@ def check(subject: Subject, model: str, tokens: list[int], trust_remote_code: bo
     """Outputs of every module of ``model`` that the captured program has values of, on ``tokens``."""
     level = Level("authors")
     source = authors_source(model, trust_remote_code)
+    converted = {name for name, weight in subject.stored.items() if not lossless(weight)}
+    values, coarse = subject.values, bool(converted)
     if source.hashes != subject.artifact.manifest["sources"]:
         level.left_out.append(f"that {model} is what was compiled: its files aren't the ones in the manifest")
     else:
         _values(subject, source, level)
-    recorder = Recorder(subject.captured, subject.values)
+        values, coarse = _with_the_files(subject, source, converted), False
+    recorder = Recorder(subject.captured, values)
     recorder.score(tokens)
     progress("authors", 1, 2)
-    values = [v for call in recorder.calls for v in call.values] + recorder.tail
+    kept = [v for call in recorder.calls for v in call.values] + recorder.tail
     outputs = _authors_outputs(authors_model(source), tokens)
     progress("authors", 2, 2)
-    converted = any(not lossless(w) for w in subject.stored.values())
-    worst, least = tolerances.LAYERS["int8"] if converted else tolerances.AUTHORS
+    worst, least = tolerances.LAYERS["int8"] if coarse else tolerances.AUTHORS
 
     compared: dict[str, tuple[float, float]] = {}
     for path, tensors in outputs:
-        ours = next((v.rows for v in reversed(values) if v.source == path or v.source.startswith(path + ".")), None)
+        ours = next((v.rows for v in reversed(kept) if v.source == path or v.source.startswith(path + ".")), None)
         ours = recorder.logits if path == "" else ours
         pairs = [(tolerances.relative(ours, t), tolerances.cosine(ours, t)) for t in tensors
                  if ours is not None and t.shape == ours.shape]
@@ -52,8 +55,10 @@ def check(subject: Subject, model: str, tokens: list[int], trust_remote_code: bo
             inside = [p for p, (e, c) in compared.items() if depth.module and layer_of(p) == depth.module
                       and not (e <= worst and c >= least)]
             module = inside[0] if inside else depth.module
-            level.findings.append(Finding("the captured program's value isn't the authors' module's",
-                                          "captured program", module, depth.error, worst))
+            text = "the captured program's value isn't the authors' module's"
+            if depth.error <= worst:
+                text += f": cosine {depth.cosine:.6f}, at least {least:g} is wanted"
+            level.findings.append(Finding(text, "captured program", module, depth.error, worst))
             break
     level.covered.append(f"outputs of {len(compared)} modules ({len(depths)} layers and logits) of the authors' model "
                          f"on {len(tokens)} tokens (allowed: relative error {worst:g}, cosine {least:g})")
@@ -61,6 +66,18 @@ def check(subject: Subject, model: str, tokens: list[int], trust_remote_code: bo
         level.findings.append(Finding("no module of the authors' model has the name of a captured one",
                                       "captured program"))
     return level, depths
+
+
+def _with_the_files(subject: Subject, source, converted: set[str]) -> Callable[[str], np.ndarray]:
+    """Weights' values by name: the artifact's own, but the file's where the artifact has them in another format, which
+    ``_values`` compares. What is left to differ is the program."""
+    tensors = {subject.stored[name].tensor for name in converted}
+
+    def values(name: str) -> np.ndarray:
+        weight = subject.captured.weights()[name]
+        return parameter(source, weight) if weight.tensor in tensors else subject.values(name)
+
+    return values
 
 
 def _authors_outputs(module, tokens: list[int]) -> list[tuple[str, list[np.ndarray]]]:
