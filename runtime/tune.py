@@ -15,7 +15,7 @@ import numpy as np
 from adaptc.plan import ALIGNMENT, Kernel, Plan
 from adaptc.protocol import Executable, Launcher
 
-ROUNDS, PATIENCE, STILL = 60, 6, 0.005
+ROUNDS, PATIENCE, STILL = 30, 5, 0.01
 """Variants take turns, and the least reading counts: other load only ever adds. They end when ``PATIENCE`` rounds have
 lowered nothing by more than ``STILL`` of it: soon on a quiet machine, later on a busy one, after ``ROUNDS`` at last."""
 
@@ -25,7 +25,7 @@ GAIN = 0.02
 BATCH = 8
 """Requests of the step that stands for decoding several together."""
 
-PLACES = 4
+PLACES = 2
 """Places of a kernel that are measured in longer steps, where what it finds in caches hardly counts."""
 
 _POOL = 1 << 28
