@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def bench(name: str, shape: str, n: int, k: int, x: str, weight: np.ndarray, args, pool: ThreadPoolExecutor) -> None:
-    params = {"rows": "T", "k": k, "x": x, "weights": ((name, n),), "bias": False}
+    params = {"rows": "T", "k": k, "x": x, "weights": ((name, n),), "bias": (False,)}
     images, compiled, cells = {}, {}, {}
     for level in map(CODEGEN.level, args.levels.split(",")):
         start = time.perf_counter()

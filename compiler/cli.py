@@ -321,8 +321,9 @@ def opt(file, passes, stage, print_after, time_passes, output, target, **options
               help="A text to compare perplexity on.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draws error by depth as SVG into this file.")
 @click.option("--trust-remote-code", is_flag=True, help="Runs modelling code that lies in the folder of --against.")
+@click.option("--seed", default=0, show_default=True, help="Of what is made up: operands, tokens, orders of pages.")
 @_as_json
-def verify(artifact, level, against, text, plot, trust_remote_code, as_json) -> None:
+def verify(artifact, level, against, text, plot, trust_remote_code, seed, as_json) -> None:
     """Checks ARTIFACT against its own captured program. Exit code 0: it passes; 1: it doesn't; 2: bad input."""
     from adaptc.verify import LEVELS
     from adaptc.verify import verify as check
@@ -332,7 +333,7 @@ def verify(artifact, level, against, text, plot, trust_remote_code, as_json) -> 
     levels = LEVELS if level == "all" else (level,)
     if plot is not None and "layer" not in levels and against is None:
         raise OptionError("--plot draws error by depth, which only the layer level and --against measure.")
-    report = check(artifact, levels=levels, against=against, text=text, trust_remote_code=trust_remote_code,
+    report = check(artifact, levels=levels, against=against, text=text, trust_remote_code=trust_remote_code, seed=seed,
                    progress=_Bars(as_json))
     if plot is not None:
         write(report, plot)

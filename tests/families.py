@@ -1,6 +1,6 @@
 """Families that people run, as tiny Hugging Face directories with random weights, and the check that each must pass.
 
-    python tests/families.py [NAME ...] [--seeds N] [--stop STAGE]     lists what fails, and why
+    python tests/families.py [NAME ...] [--seeds N] [--verify]     lists what fails, and why
 
 A family is a row: transformers' model_type and configuration keys. Hidden size 64, head widths multiples of 8,
 windows of 8 tokens, at least one layer of each type.
@@ -8,13 +8,15 @@ windows of 8 tokens, at least one layer of each type.
 
 from __future__ import annotations
 
+import argparse
+import shutil
 import sys
 import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -259,30 +261,66 @@ def leftovers(fused) -> list[str]:
     return sorted(set(found))
 
 
-def main(names: list[str], seeds: int) -> int:
+VERIFIED: Mapping[str, Mapping[str, str]] = {
+    "f32": {},
+    "f16 caches": {"kv": "f16"},
+    "bf16 caches": {"kv": "bf16"},
+    "int8": {"weights": "int8", "activations": "int8"},
+    "int8, bf16 caches": {"weights": "int8", "activations": "int8", "kv": "bf16"},
+}
+"""Options under which ``--verify`` runs ``adaptc verify``."""
+
+
+def compared(place: Path, name: str, seed: int) -> Iterator[tuple[bool, str]]:
+    """Whether the family passes against the authors' forward, and what to say of it."""
+    left: list[str] = []
+    report = compile_family(write(place / "model", name, seed), place / "a.adapt", after=keep_leftovers(left))
+    result = check(place / "model", place / "a.adapt", seed)
+    lowered = [r.op for r in report.coverage if r.status.startswith("decomposed")]
+    good = result.worst <= TOLERANCE and result.same and result.near <= 0.05
+    yield good and not left, f"{result} {lowered or ''} {left or ''}"
+
+
+def verified(place: Path, name: str, seed: int) -> Iterator[tuple[bool, str]]:
+    """The same of ``adaptc verify``, once for each row of VERIFIED."""
+    from adaptc.verify import verify
+
+    folder = write(place / "model", name, seed)
+    for mode, options in VERIFIED.items():
+        compile_family(folder, place / "a.adapt", **options)
+        report = verify(place / "a.adapt", seed=seed)
+        ratios = [f"{v:.2g}" for level in report.levels for k, v in level.figures.items() if k.startswith("worst")]
+        last = report.depths[-1] if report.depths else None
+        yield report.passed, f"{mode}: worst {' '.join(ratios)}, logits {last and last.error:.1e}" + "".join(
+            f"\n     {level.name}: {finding}" for level in report.levels for finding in level.findings)
+        shutil.rmtree(place / "a.adapt")
+
+
+def main(names: Sequence[str], seeds: int, verify: bool) -> int:
+    """How many of the checks failed."""
     failed = 0
     for name in names or FAMILIES:
-        with tempfile.TemporaryDirectory() as place:
-            start = time.perf_counter()
-            try:
-                for seed in range(seeds):
-                    folder = write(Path(place) / f"{name}-{seed}", name, seed)
-                    left: list[str] = []
-                    report = compile_family(folder, Path(place) / f"{seed}.adapt", after=keep_leftovers(left))
-                    result = check(folder, Path(place) / f"{seed}.adapt", seed)
-                    good = result.worst <= TOLERANCE and result.same and result.near <= 0.05
-                    failed += not good
-                    lowered = [r.op for r in report.coverage if r.status.startswith("decomposed")]
-                    print(f"{'ok  ' if good else 'FAIL'} {name:12} {result} {time.perf_counter() - start:.1f}s "
-                          f"{lowered or ''} {left or ''}", flush=True)
-            except Exception as error:
-                failed += 1
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                print(f"FAIL {name:12} {type(error).__name__}: {str(error)[:400]} ({where.filename.split('/')[-1]}:{where.lineno})", flush=True)
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as place:
+                start = time.perf_counter()
+                try:
+                    for good, said in (verified if verify else compared)(Path(place), name, seed):
+                        failed += not good
+                        seconds = time.perf_counter() - start
+                        print(f"{'ok  ' if good else 'FAIL'} {name:13} {said} {seconds:.1f}s", flush=True)
+                        start = time.perf_counter()
+                except Exception as error:
+                    failed += 1
+                    where = traceback.extract_tb(error.__traceback__)[-1]
+                    print(f"FAIL {name:13} {type(error).__name__}: {str(error)[:400]} "
+                          f"({Path(where.filename).name}:{where.lineno})", flush=True)
     return failed
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    seeds = int(arguments.pop(arguments.index("--seeds") + 1)) if "--seeds" in arguments else 1
-    sys.exit(main([a for a in arguments if a != "--seeds"], seeds))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(FAMILIES))
+    parser.add_argument("--seeds", type=int, default=1, help="how many sets of weights and tokens")
+    parser.add_argument("--verify", action="store_true", help="run `adaptc verify` under several options instead")
+    given = parser.parse_args()
+    sys.exit(min(main(given.names, given.seeds, given.verify), 1))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from adaptc.artifact_format import canonical, manifest_digest
 from adaptc.backends import codegen
@@ -19,6 +21,31 @@ from adaptc.backends.cpu.toolchain import compile_mlir
 from adaptc.plan import Plan
 from adaptc.runtime.loader import parse_weights
 from adaptc.verify.subject import Subject
+
+
+SIZES = {"max_step_tokens": 48, "max_requests": 3, "max_context": 96, "page_size": 3}
+"""Compile options under which tiny models have several pages a window, and steps smaller than a context."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plant:
+    """What a fault is planted in, and where the artifact with the fault goes."""
+
+    artifact: Path
+    model: Path
+    folder: Path
+    options: Mapping
+    laid_out: Callable[[], str]
+    monkeypatch: pytest.MonkeyPatch
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "bad.adapt"
+
+    @property
+    def program(self) -> str:
+        """The text of the laid-out stage."""
+        return self.laid_out()
 
 
 def copy(artifact: Path, out: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
@@ -55,12 +82,13 @@ def weight(artifact: Path, out: Path, name: str, change: Callable[[dict], None])
     return copy(artifact, out, "weights.safetensors", put)
 
 
-def kernel(artifact: Path, out: Path, index: int, use: int, **params) -> Path:
-    """The kernel of an operator's ``use``-th call, generated with other static parameters under the same symbol."""
+def kernel(artifact: Path, out: Path, index: int, use: int, edit: Callable[[str], str] = str, **params) -> Path:
+    """The kernel of an operator's ``use``-th call, generated with other static parameters under the same symbol; or
+    its MLIR text after an ``edit``."""
     subject = Subject(artifact)
     symbol = subject.plan.operators()[index].calls[use].kernel
     spec = codegen(subject.plan.backend).select(subject.places[index].spec).uses[use].kernel
-    text = _family(spec.family).emit({**dict(spec.params), **params}, symbol, level_of(subject.level))
+    text = edit(_family(spec.family).emit({**dict(spec.params), **params}, symbol, level_of(subject.level)))
     return copy(artifact, out, f"kernels/{subject.level}/{symbol}.o", lambda _: compile_mlir(text, subject.level))
 
 
@@ -75,6 +103,15 @@ def operator(plan: Plan, index: int, change: Callable) -> Plan:
     return dataclasses.replace(plan, segments=(dataclasses.replace(segment, operators=operators),))
 
 
-def find(artifact: Path, op: str, module: str) -> int:
-    """The id of the operator ``op`` of a module."""
-    return next(o.id for o in Subject(artifact).plan.operators() if (o.op, o.source) == (op, module))
+def find(artifact: Path, op: str, module: str, which: int = 0) -> int:
+    """The id of the operator ``op`` of a module, or of a later one of that name."""
+    return [o.id for o in Subject(artifact).plan.operators() if (o.op, o.source) == (op, module)][which]
+
+
+def off_by_one(text: str) -> str:
+    """A ``top_k`` kernel whose last choice is one further than it should be."""
+    stored, count = re.subn(r"(%\w+) = arith.trunci (%\w+) : i64 to i32",
+                            r"%one = arith.constant 1 : i64\n%further = arith.addi \2, %one : i64\n"
+                            r"\1 = arith.trunci %further : i64 to i32", text)
+    assert count == 1
+    return stored

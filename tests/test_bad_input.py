@@ -278,7 +278,7 @@ MIXING = {
     "roll": ("x = x.roll(1, 1)", "aten.roll"),
     "shift": ("x = torch.cat((x[:, :1], x[:, :-1]), 1)", "aten.slice"),
     "flip": ("x = x.flip(1)", "aten.flip"),
-    "convolution": ("x = x + conv(x)", "aten.conv1d"),
+    "convolution": ("x = x + conv(x)", "aten.conv"),
 }
 
 
@@ -293,7 +293,8 @@ def test_code_across_tokens_names_operator_and_line(own, kind):
     with pytest.raises(adaptc.errors.CaptureError) as caught:
         capture(open_source(folder, trust_remote_code=True))
     assert operator in str(caught.value)
-    assert f"module model.layers.0.mlp (modeling_own.py:{line_of(folder, code)}" in str(caught.value), caught.value
+    place = "model.layers.0.mlp" + (".conv" if kind == "convolution" else "")
+    assert f"module {place} (modeling_own.py:{line_of(folder, code)}: {code})" in str(caught.value), caught.value
     assert isinstance(caught.value, LocalityError) == (kind == "mean")
 
 

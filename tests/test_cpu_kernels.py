@@ -60,6 +60,10 @@ def _erf(x):
     return np.array([math.erf(v) for v in x.tolist()])
 
 
+def _erfc(x):
+    return np.array([math.erfc(v) for v in x.tolist()])
+
+
 FUNCTIONS = {
     # name: (formula in float64, largest error in ulp, largest absolute error where |x| < 30)
     "exp": (np.exp, 1.0, None),
@@ -67,7 +71,7 @@ FUNCTIONS = {
     "tanh": (np.tanh, 2.0, 2e-7),
     "erf": (_erf, 1.5, 1e-7),
     "silu": (lambda x: x * np.where(x < 0, np.exp(x), 1.0) / (1 + np.exp(-np.abs(x))), None, 3e-6),
-    "gelu": (lambda x: x * (1 + _erf(x / math.sqrt(2))) / 2, None, 3e-6),
+    "gelu": (lambda x: x * _erfc(-x / math.sqrt(2)) / 2, None, 3e-6),
     "gelu_tanh": (lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))), None, 3e-6),
     "log": (np.log, 0.51, None),
     "sqrt": (np.sqrt, 0.51, None),
@@ -105,6 +109,20 @@ def test_function(name):
         error = np.where(finite & (np.abs(x) < 30), np.abs(got - wide), 0)
         assert error.max() <= absolute, (error.max(), x[error.argmax()])
     assert np.isnan(got[np.isnan(x)]).all()
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+def test_an_activation_keeps_its_digits_where_it_is_small(name):
+    """For gates down to -9 the value is as right, relative to itself, as rounding its argument allows."""
+    x = np.linspace(-9, 9, 20_001).astype(np.float32)
+    wanted = {
+        "silu": lambda v: v / (1 + np.exp(-v)),
+        "gelu": lambda v: v * _erfc(-v / math.sqrt(2)) / 2,
+        "gelu_tanh": lambda v: v / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
+    }[name](x.astype(np.float64))
+    (got,) = check(elementwise, name, [x], [x.shape, x.shape])
+    argument = np.abs(x) + x**2 / 2 * (1 + np.abs(x) / 10)  # of the exponential; an ulp of it is an ulp of the result
+    assert (np.abs(got - wanted) <= 4 * 2.0**-24 * (2 + argument) * np.abs(wanted)).all()
 
 
 @np.errstate(all="ignore")

@@ -328,7 +328,7 @@ def test_integer_products_are_the_same_at_every_level(name):
     sums = x.reshape(m, -1, 16).sum(-1, dtype=np.float32)
     weight = pack(format, (n, k), {"codes": codes, "scale0": np.ones((n, k // 32), np.float16)})
     operands = [*map(aligned, (x, np.ones((m, k // 32), np.float32), sums, np.frombuffer(weight, np.uint8)))]
-    params = {"rows": "T", "k": k, "x": "i8", "weights": ((name, n),), "bias": False}
+    params = {"rows": "T", "k": k, "x": "i8", "weights": ((name, n),), "bias": (False,)}
     want = x.astype(np.int64) @ (codes.astype(np.int64) - format.zero).T
     for level in (name for name in X86 if not level_of(name).missing(platform.machine(), host_flags())):
         out = aligned(np.zeros((m, n), np.float32))

@@ -14,6 +14,7 @@ import pytest
 import adaptc
 from adaptc import driver
 from adaptc.ir.module import Program
+from adaptc.verify import verify
 
 NAMES = sorted(families.FAMILIES)
 
@@ -53,6 +54,15 @@ def test_windows_experts_groups_and_ropes_are_active(name, key):
         limited, free = (families.build(row.model_type, copy.deepcopy(row.keys | changes), 0)(tokens, use_cache=False)
                          .logits for changes in ({}, {key: WIDER[key]}))  # fmt: skip
     assert (limited - free).abs().max() > 1e-3 * limited.abs().max()
+@pytest.mark.parametrize("name, mode", [
+    ("mixtral", "int8"), ("gpt_neox", "f16 caches"), ("rope_dynamic", "int8, bf16 caches")])
+def test_verify_finds_nothing(name, mode, tmp_path):
+    """Routers that choose otherwise after 8-bit rounding, an exact gelu, rope by declared length;
+    ``tests/families.py --verify`` runs every row under every mode."""
+    folder = families.write(tmp_path / "model", name, 1)
+    families.compile_family(folder, tmp_path / "a.adapt", **families.VERIFIED[mode])
+    report = verify(tmp_path / "a.adapt", seed=1)
+    assert report.passed, [f for level in report.levels for f in level.findings]
 
 
 @pytest.mark.parametrize("name", ["phi3_longrope", "rope_dynamic"])

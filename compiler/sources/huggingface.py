@@ -79,7 +79,7 @@ class HuggingFaceSource(Source):
                 hint="The folder brings code of its own: look at it, and run it with --trust-remote-code." if own
                 else "Is the name right? A newer transformers may know it.",
             )
-        self._check_layers(getattr(CONFIG_MAPPING.get(kind, None), "attribute_map", {}))
+        self._check_layers(CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {})
         try:
             return AutoConfig.from_pretrained(self.folder, local_files_only=True,
                                               trust_remote_code=own and self.trust_remote_code)

@@ -16,20 +16,23 @@ from typing import TYPE_CHECKING
 from adaptc.errors import InputError, OptionError, RequestError, one_of
 
 if TYPE_CHECKING:
-    from adaptc.verify.report import Report
+    from adaptc.verify.report import Depth, Level, Report
+    from adaptc.verify.subject import Subject
 
 LEVELS = ("operator", "layer", "model", "equivalences")
-SEED = 20260
+GUARDED = ("operator", "layer", "model")
+"""Those that run in a child process; the equivalences guard each of their ways."""
 
 
 def verify(artifact: str | os.PathLike, *, levels: Sequence[str] = LEVELS, against: str | None = None,
-           text: str | os.PathLike | None = None, trust_remote_code: bool = False,
+           text: str | os.PathLike | None = None, trust_remote_code: bool = False, seed: int = 0,
            progress: Callable[[str, int, int], None] = lambda *a: None) -> Report:
     """Checks ``artifact`` at ``levels`` (and always its weights, which every level's oracle computes with).
 
     against   the model it was made from: adds the authors' own module, layer by layer (needs torch)
     trust_remote_code  runs modelling code that lies in the folder of ``against``
     text      a file whose perplexity is compared (model level), and whose tokens the layer level runs on
+    seed      of the made-up operands, tokens and orders of pages
 
     Raises AdaptcError for what can't be verified at all: a damaged artifact, one for another machine, bad options.
     """
@@ -38,58 +41,53 @@ def verify(artifact: str | os.PathLike, *, levels: Sequence[str] = LEVELS, again
             raise one_of("level", level, LEVELS)
     if text is not None and "model" not in levels and "layer" not in levels:
         raise OptionError("a text is given, but neither the model nor the layer level, which read it, is checked.")
-    from adaptc.verify import weights
-    from adaptc.verify.guard import Crashed, Failed, guarded
-    from adaptc.verify.report import Finding, Level, Report
+    from adaptc.verify import equivalences, layers, model, operators, weights
+    from adaptc.verify.report import Report
     from adaptc.verify.subject import Subject
 
-    subject = Subject(artifact)
-    report = Report(os.fspath(artifact), subject.artifact.manifest["model"])
+    subject = Subject(artifact, seed)
     words = _encode(subject, text) if text is not None else None
     tokens = words or _tokens(subject)
-
-    def timed(name: str, check, guard: bool = True) -> None:
-        start = time.perf_counter()
-        try:
-            made = guarded(check, subject.trying) if guard else check()
-        except Crashed as crash:
-            where, module = subject.describe(crash.operator) if crash.operator is not None else ("run time", "")
-            made = Level(name, findings=[Finding(f"native code crashed ({crash.cause})", where, module)])
-        except Failed as error:
-            made = Level(name, findings=[Finding(f"the check ended in an error: {error}", "run time")])
-        level, depths = made if isinstance(made, tuple) else (made, [])
-        level.seconds = time.perf_counter() - start
-        level.left_out += subject.not_run if name == "operator" else []
-        report.levels.append(level)
-        report.depths.extend(depths)
-
-    timed("weights", lambda: weights.check(subject, progress), guard=False)
-    if "operator" in levels:
-        from adaptc.verify import operators
-
-        timed("operator", lambda: operators.check(subject, progress))
-    if "layer" in levels:
-        from adaptc.verify import layers
-
-        timed("layer", lambda: layers.check(subject, tokens, progress))
-    if "model" in levels:
-        from adaptc.verify import model
-
-        timed("model", lambda: model.check(subject, words, progress))
-    if "equivalences" in levels:
-        from adaptc.verify import equivalences
-
-        timed("equivalences", lambda: equivalences.check(subject, tokens, progress), guard=False)
+    checks = {
+        "weights": lambda: weights.check(subject, progress),
+        "operator": lambda: operators.check(subject, progress),
+        "layer": lambda: layers.check(subject, tokens, progress),
+        "model": lambda: model.check(subject, words, progress),
+        "equivalences": lambda: equivalences.check(subject, tokens, progress),
+    }
+    checks = {name: check for name, check in checks.items() if name == "weights" or name in levels}
     if against is not None:
         from adaptc.verify import against as authors
 
-        some = tokens[: min(len(tokens), 24, subject.plan.max_context)]
-        timed("authors", lambda: authors.check(subject, against, [int(t) for t in some], trust_remote_code, progress),
-              guard=False)
+        some = [int(t) for t in tokens[: min(24, subject.plan.max_context)]]
+        checks["authors"] = lambda: authors.check(subject, against, some, trust_remote_code, progress)
+    report = Report(os.fspath(artifact), subject.artifact.manifest["model"])
+    for name, check in checks.items():
+        level, depths = _timed(subject, name, check)
+        report.levels.append(level)
+        report.depths.extend(depths)
     return report
 
 
-def _encode(subject, path: str | os.PathLike) -> list[int]:
+def _timed(subject: Subject, name: str, check: Callable) -> tuple[Level, list[Depth]]:
+    """What ``check`` finds; that it crashed is a finding too, of a check that runs native code."""
+    from adaptc.verify.guard import Crashed, Failed, guarded
+    from adaptc.verify.report import Finding, Level
+
+    start = time.perf_counter()
+    try:
+        made = guarded(check, subject.trying) if name in GUARDED else check()
+    except Crashed as crash:
+        where, module = subject.describe(crash.operator) if crash.operator is not None else ("run time", "")
+        made = Level(name, findings=[Finding(f"native code crashed ({crash.cause})", where, module)])
+    except Failed as error:
+        made = Level(name, findings=[Finding(f"the check ended in an error: {error}", "run time")])
+    level, depths = made if isinstance(made, tuple) else (made, [])
+    level.seconds = time.perf_counter() - start
+    return level, depths
+
+
+def _encode(subject: Subject, path: str | os.PathLike) -> list[int]:
     """The text's tokens by the artifact's own tokenizer."""
     from adaptc.artifact_format import TOKENIZER
     from adaptc.runtime.text import Tokenizer
@@ -108,14 +106,12 @@ def _encode(subject, path: str | os.PathLike) -> list[int]:
     return tokens
 
 
-def _tokens(subject) -> list[int]:
+def _tokens(subject: Subject) -> list[int]:
     """The first golden prompt with its answer; without goldens, seeded random ids."""
-    import numpy as np
-
     from adaptc.verify.model import goldens
 
     golden = goldens(subject)
     if golden is not None:
         first = golden["tokens"][0]
         return [int(t) for t in first[first >= 0]]
-    return np.random.default_rng(SEED).integers(0, subject.plan.vocabulary, 64).tolist()
+    return subject.random("tokens").integers(0, subject.plan.vocabulary, 64).tolist()

@@ -22,8 +22,7 @@ def check(subject: Subject, model: str, tokens: list[int], trust_remote_code: bo
     """Outputs of every module of ``model`` that the captured program has values of, on ``tokens``."""
     level = Level("authors")
     source = authors_source(model, trust_remote_code)
-    compiled = dict(subject.artifact.manifest["sources"])
-    if {k: v for k, v in source.hashes.items()} != compiled:
+    if source.hashes != subject.artifact.manifest["sources"]:
         level.left_out.append(f"that {model} is what was compiled: its files aren't the ones in the manifest")
     else:
         _values(subject, source, level)

@@ -16,7 +16,7 @@ from adaptc.ops.table import row
 from adaptc.runtime.engine import Engine, group_pages
 from adaptc.runtime.sampler import Sampling
 from adaptc.verify.guard import Crashed, Failed, guarded
-from adaptc.verify.owners import Disagrees, Owners
+from adaptc.verify.owners import Disagrees, Watched
 from adaptc.verify.report import Finding, Level
 from adaptc.verify.subject import Subject
 
@@ -56,20 +56,18 @@ def check(subject: Subject, tokens: Sequence[int], progress: Callable) -> Level:
         (few, replace(few, name="one token a step", chunk=1)),
         (alone, replace(alone, name="2 threads", threads=2)),
         (alone, replace(alone, name="3 threads", threads=3)),
-        (alone, replace(alone, name="pages in random order", chunk=max(1, length // 3), order=11)),
-        (few, replace(few, name="pages that another request left", before=(other[: 2 * DECODED],), order=5)),
+        (alone, replace(alone, name="pages in random order", chunk=max(1, length // 3), order=subject.seed)),
+        (few, replace(few, name="pages that another request left", before=(other[: 2 * DECODED],),
+                      order=subject.seed + 1)),
     ]
     if min(s.max for s in plan.symbols) > 1:
         batch = tuple(other[i : i + n] for i, n in ((0, 5), (3, DECODED)))[: min(s.max for s in plan.symbols) - 1]
         pairs.append((few, replace(few, name="batched with other requests", prompts=(short, *batch), chunk=5)))
-    done = 0
-    total = len(pairs) + 1
-    for first, second in pairs:
+    for done, (first, second) in enumerate(pairs, 1):
         _guarded(subject, level, second, lambda: _compare(subject, first, second))
-        done += 1
-        progress("ways", done, total)
+        progress("ways", done, len(pairs) + 1)
     _guarded(subject, level, few, lambda: _decoding(subject, short))
-    progress("ways", total, total)
+    progress("ways", len(pairs) + 1, len(pairs) + 1)
     level.covered.append(f"bit for bit, {length} tokens (last {min(ROWS, length)} rows of logits) and {len(short)}: "
                          + ", ".join(second.name for _, second in pairs))
     if plan.max_context > len(short):
@@ -150,11 +148,8 @@ def _decoding(subject: Subject, prompt: tuple[int, ...]) -> list[Finding]:
 def score(subject: Subject, way: Way, *, rows: int = ROWS, watch: _Rows | None = None) -> list[np.ndarray]:
     """The last ``rows`` logits of each of the way's prompts."""
     plan = subject.plan
-    most = sum(1 for _ in way.prompts)
-    pages = {g.name: sum(group_pages(plan, g, len(p), way.chunk) for p in way.prompts) + 2 * most for g in plan.groups}
-    for group in plan.groups:
-        for prompt in way.before:
-            pages[group.name] = max(pages[group.name], group_pages(plan, group, len(prompt)) + 2)
+    together = lambda g: sum(group_pages(plan, g, len(p), way.chunk) + 2 for p in way.prompts)  # noqa: E731
+    pages = {g.name: max(together(g), *(group_pages(plan, g, len(p)) + 2 for p in way.before), 0) for g in plan.groups}
     executable = subject.load(way.threads, pages)
     try:
         used = watch.over(executable) if watch else executable
@@ -181,25 +176,17 @@ def _run(engine: Engine, plan, prompts, chunk, rows: int, watch) -> list[np.ndar
     return outs
 
 
-class _Rows:
+class _Rows(Watched):
     """Records operators' output rows by (operator, output) and position, of one request."""
 
     def __init__(self, subject: Subject, request: int, operators: Sequence[int]):
+        super().__init__()
         self.subject, self.request, self.operators = subject, request, operators
-        self.owners = Owners()
         self.rows: dict[int, dict[int, bytes]] = {}
         self.buffers = {b.handle: b for b in subject.plan.buffers}
 
-    def over(self, executable) -> _Rows:
-        self.executable = executable
-        return self
-
-    def __getattr__(self, name: str):
-        return getattr(self.executable, name)
-
     def run(self, symbols, **options):
-        role = lambda name: np.array(self.executable.inputs(name)[: symbols["T"]])  # noqa: E731
-        requests, positions = self.owners.of(role("tokens"), role("positions"), role("requests"))
+        requests, positions = self.owners.of(*(self.role(n, symbols["T"]) for n in ("tokens", "positions", "requests")))
         mine = np.flatnonzero(requests == self.request)
         planned = self.subject.plan.operators()
         for index in self.operators:

@@ -72,25 +72,29 @@ def guarded(check: Callable[[], Any], note: Note) -> Any:
         raise
     if os.WIFSIGNALED(status):
         raise Crashed(signal.Signals(os.WTERMSIG(status)).name, note.get())
-    good, value = pickle.loads(data)
-    if good:
-        return value
-    raise value
+    kind, value = pickle.loads(data)
+    if kind is AdaptcError:
+        refused, message, hint = value
+        raise refused(message, hint=hint)
+    if kind is Failed:
+        raise Failed(value)
+    return value
 
 
 def _child(check: Callable[[], Any], write: int) -> None:
-    """Computes, sends (whether it is a result, the result or error), and ends without any of the parent's clean-up."""
+    """Computes, sends (kind of error or None, what it says or the result), and ends without any of the parent's
+    clean-up."""
     code = 1
     faulthandler.disable()  # whoever started us may have it on; the parent says what happened
     try:
         try:
-            answer = (True, check())
-        except AdaptcError as error:
-            answer = (False, _plain(error))
+            answer = (None, check())
+        except AdaptcError as error:  # in parts: with its hint as a keyword, it doesn't pickle
+            answer = (AdaptcError, (type(error), error.message, error.hint))
         except KeyboardInterrupt:
             os._exit(130)
         except BaseException as error:
-            answer = (False, Failed(describe(error)))
+            answer = (Failed, describe(error))
         with os.fdopen(write, "wb") as pipe:
             pipe.write(pickle.dumps(answer))
         code = 0
@@ -102,21 +106,3 @@ def describe(error: BaseException) -> str:
     """An error's kind, text and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
-
-
-def _plain(error: AdaptcError) -> _Sent:
-    """The error as one that pickles: classes with a hint need it as a keyword."""
-    return _Sent(type(error), error.message, error.hint)
-
-
-class _Sent(Exception):
-    def __init__(self, kind, message, hint):
-        super().__init__(message)
-        self.kind, self.message, self.hint = kind, message, hint
-
-    def __reduce__(self):
-        return _rebuilt, (self.kind, self.message, self.hint)
-
-
-def _rebuilt(kind, message: str, hint: str) -> AdaptcError:
-    return kind(message, hint=hint)

@@ -11,12 +11,13 @@ Three comparisons, each against an oracle that shares nothing with what it check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from adaptc.backends.reference.interpreter import Reference
-from adaptc.errors import AdaptcError, LegalityError
+from adaptc.errors import LegalityError
 from adaptc.ir.build import attrs_of, short_name
 from adaptc.ir.module import spec_of
 from adaptc.ops.elementwise import NUMPY
@@ -25,7 +26,7 @@ from adaptc.runtime.engine import Engine, group_pages
 from adaptc.verify import tolerances
 from adaptc.verify.guard import describe
 from adaptc.verify.meaning import Recorder, Standing, compare_meanings
-from adaptc.verify.owners import Disagrees, Owners
+from adaptc.verify.owners import Disagrees, Watched
 from adaptc.verify.report import Depth, Finding, Level
 from adaptc.verify.subject import Subject
 
@@ -93,9 +94,8 @@ class PlanWalk(Reference):
         self.executable, self.operators, self.trying = executable, subject.plan.operators(), subject.trying
         self.symbols: dict[str, int] = {}
         self.next = 0
-        self.worst: dict[int, tuple[float, float, float]] = {}
-        """Operator id → (ratio, error, bound) where it is furthest from what is allowed."""
-        self.progress: Callable = lambda *a: None
+        self.worst: dict[int, tolerances.Excess] = {}
+        """Operator id → where it is furthest from what is allowed."""
 
     def begin(self, symbols: dict[str, int]) -> None:
         self.symbols, self.next = symbols, 0
@@ -104,7 +104,7 @@ class PlanWalk(Reference):
         name = short_name(op)
         operator = row(name)
         attrs = operator.complete(attrs_of(op))
-        before = [_snapshot(o) for o in operands] if operator.state is not None else operands
+        before = copy.deepcopy(operands) if operator.state is not None else operands
         with np.errstate(all="ignore"):
             wanted = tuple(np.asarray(w) for w in operator.meaning(attrs, *operands))
         if operator.aliases:
@@ -117,27 +117,18 @@ class PlanWalk(Reference):
         self.trying.put(planned.id)
         self.executable.run(self.symbols, stop_after=planned.id)
         spec = spec_of(op)
-        sizes = {**self.symbols}
         context = int(operands[operator.operands.index("positions")].max(initial=0)) + 1 if operator.state else 1
-        length = tolerances.reduction(operator, spec, sizes, context)
+        length = tolerances.reduction(operator, spec, self.symbols, context)
         results = []
         for i, (handle, theirs, kind) in enumerate(zip(planned.outputs, wanted, spec.results)):
             ours = _values(self.executable.read(handle, self.symbols), kind.dtype)
             if ours.shape != theirs.shape:
                 raise Disagrees(f"operator {planned.id} {name} in {source}: its buffer {handle} has shape "
                                 f"{ours.shape}, the program says {theirs.shape}")
-            error, bound = tolerances.excess(operator, attrs, before, ours, i, theirs, length)
-            ratio = error / bound if bound else (np.inf if error else 0.0)
-            if ratio >= self.worst.get(planned.id, (0.0, 0.0, 0.0))[0]:
-                self.worst[planned.id] = (ratio, error, bound)
+            excess = tolerances.excess(operator, attrs, before, ours, i, theirs, length)
+            self.worst[planned.id] = max(excess, self.worst.get(planned.id, excess), key=lambda e: e.ratio)
             results.append(ours)
         return tuple(results)
-
-
-def _snapshot(operand):
-    import copy
-
-    return operand if isinstance(operand, np.ndarray) else copy.deepcopy(operand)
 
 
 def _values(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -147,20 +138,16 @@ def _values(array: np.ndarray, dtype: str) -> np.ndarray:
     return array.astype(NUMPY[dtype], copy=False)
 
 
-class Watched:
-    """An executable for the engine that evaluates the program beside every step."""
+class Beside(Watched):
+    """Evaluates the program beside every step."""
 
-    def __init__(self, executable, walk: PlanWalk, level: Level):
-        self.executable, self.walk, self.level = executable, walk, level
-        self.owners = Owners()
+    def __init__(self, walk: PlanWalk, level: Level):
+        super().__init__()
+        self.walk, self.level = walk, level
         self.steps = 0
 
-    def __getattr__(self, name: str):
-        return getattr(self.executable, name)
-
     def run(self, symbols, **options):
-        role = lambda name, n: np.array(self.executable.inputs(name)[:n])  # noqa: E731
-        tokens, positions, rows = (role(name, symbols["T"]) for name in ("tokens", "positions", "requests"))
+        tokens, positions, rows = (self.role(name, symbols["T"]) for name in ("tokens", "positions", "requests"))
         requests, right = self.owners.of(tokens, positions, rows)
         wrong = np.flatnonzero(positions != right)
         if len(wrong):
@@ -172,8 +159,8 @@ class Watched:
         lengths = None
         if "lengths" in self.walk.program.roles:  # by row of this step there, by request here
             lengths = np.zeros(requests.max() + 1, np.int32)
-            lengths[requests] = role("lengths", symbols["R"])[rows]
-        self.walk.step(tokens, right, requests, role("sampled", symbols["S"]), lengths=lengths)
+            lengths[requests] = self.role("lengths", symbols["R"])[rows]
+        self.walk.step(tokens, right, requests, self.role("sampled", symbols["S"]), lengths=lengths)
         self.executable.run(symbols, **options)
         self.steps += 1
 
@@ -184,10 +171,10 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
     pages = {g.name: 2 * group_pages(plan, g, len(sequence)) + SPARE_PAGES for g in plan.groups}
     executable = subject.load(THREADS, pages)
     walk = PlanWalk(subject, executable)
-    watched = Watched(executable, walk, level)
+    watched = Beside(walk, level).over(executable)
     ended: Finding | None = None
     try:
-        engine = Engine(plan, watched, pages, page_order_seed=7)
+        engine = Engine(plan, watched, pages, page_order_seed=subject.seed)
         engine.poison_free_pages()
         logits = np.empty((1, plan.vocabulary), np.float32)
         chunk = max(1, -(-len(sequence) // 3))
@@ -210,31 +197,30 @@ def plan_against_laid_out(subject: Subject, sequence: list[int], level: Level, p
         _drain(engine, watched, progress, total)
     except (Disagrees, LegalityError) as error:
         ended = Finding(str(error), "run time: the step's inputs or the plan's operators")
-    except (AdaptcError, AssertionError) as error:
-        ended = Finding(f"the run time stopped: {describe(error)}", "run time")
+    except Exception as error:  # also the oracle's own, on values that make no sense
+        ended = Finding(f"the steps ended in an error: {describe(error)}", "run time")
     finally:
         executable.close()
         progress("steps", 1, 1)
-    for index, (ratio, error, bound) in sorted(walk.worst.items()):
-        if ratio > 1:
-            name, module = subject.describe(index)
+    for index, excess in sorted(walk.worst.items()):
+        if excess.ratio > 1:
             level.findings.append(Finding("the plan's result isn't what the operator means on the same inputs",
-                                          name, module, error, bound))
+                                          *subject.describe(index), *excess))
     level.findings += [ended] if ended else []
     level.covered.append(f"{len(walk.worst)} of {len(plan.operators())} operators in {watched.steps} steps of the run "
                          f"time ({len(sequence)} tokens in chunks, requests that join and reuse pages; free pages hold "
                          "NaN), each against its meaning")
-    ratios = [ratio for ratio, _, _ in walk.worst.values()]
+    ratios = [excess.ratio for excess in walk.worst.values()]
     level.figures["worst operator error over what is allowed"] = max(ratios, default=0.0)
 
 
-def _step(engine: Engine, watched: Watched, progress: Callable, total: int) -> None:
+def _step(engine: Engine, watched: Beside, progress: Callable, total: int) -> None:
     engine.step()
     engine.poison_free_pages()
     progress("steps", min(watched.steps, total - 1), total)
 
 
-def _drain(engine: Engine, watched: Watched, progress: Callable, total: int) -> None:
+def _drain(engine: Engine, watched: Beside, progress: Callable, total: int) -> None:
     while engine.active:
         _step(engine, watched, progress, total)
 
@@ -244,45 +230,54 @@ def _drain(engine: Engine, watched: Watched, progress: Callable, total: int) -> 
 
 def _depths(subject: Subject, recorder: Recorder, standing: Standing, tokens: list[int], level: Level) -> list[Depth]:
     """The artifact's layer outputs and logits against the captured program's, all in one step."""
-    plan, kind = subject.plan, tolerances.kind_of(subject.artifact.manifest["options"])
+    kind = tolerances.kind_of(subject.artifact.manifest["options"])
     worst, least = tolerances.LAYERS[kind]
-    layers = recorder.layers()
-    pages = {g.name: group_pages(plan, g, len(tokens)) + SPARE_PAGES for g in plan.groups}
-    executable = subject.load(THREADS, pages)
-    depths = []
+    spare = -(-len(tokens) // tolerances.SPARE) if kind != "f32" and subject.chooses else 0
+    outputs = list(_outputs(subject, recorder, standing, tokens))
+    for depth, (module, got, wanted) in enumerate(outputs):
+        error, cosine = _agreement(got, wanted, spare)
+        if not (error <= worst and cosine >= least):
+            level.findings.append(Finding(
+                f"running freely, the artifact's values differ from the captured program's (cosine {cosine:.6f})",
+                f"layer {depth}" if module else "logits", module, error, worst))
+            break
+    but = f", but for the {spare} tokens furthest off, for which routers may choose otherwise" if spare else ""
+    level.covered.append(f"outputs of {len(outputs) - 1} of {len(recorder.layers())} layers and the logits on "
+                         f"{len(tokens)} tokens against the captured program (allowed: relative error {worst:g}, "
+                         f"cosine {least:g}, for {kind} values{but})")
+    return [Depth(depth, module, *_agreement(got, wanted)) for depth, (module, got, wanted) in enumerate(outputs)]
+
+
+def _agreement(got: np.ndarray, wanted: np.ndarray, spare: int = 0) -> tuple[float, float]:
+    """(relative error, cosine) over all rows but the ``spare`` ones that are furthest off."""
+    if got.shape != wanted.shape:
+        return np.inf, 0.0
+    if spare:
+        off = np.nan_to_num(np.abs(got - wanted).max(1), nan=np.inf)
+        kept = np.argsort(off, kind="stable")[: max(1, len(off) - spare)]
+        got, wanted = got[kept], wanted[kept]
+    return tolerances.relative(got, wanted), tolerances.cosine(got, wanted)
+
+
+def _outputs(subject: Subject, recorder: Recorder, standing: Standing, tokens: list[int],
+             ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """(layer, its output's rows, the captured program's) for each layer whose output the plan has, then the logits."""
+    plan, operators = subject.plan, subject.plan.operators()
+    executable = subject.load(THREADS, {g.name: group_pages(plan, g, len(tokens)) + SPARE_PAGES for g in plan.groups})
     try:
         symbols = _one_step(executable, plan, tokens)
-        operators = plan.operators()
-        for depth, (layer, wanted) in enumerate(layers.items()):
+        for layer, wanted in recorder.layers().items():
             place = next((p for p, rows in reversed(standing) if rows is wanted or np.array_equal(rows, wanted)), None)
-            if place is None or place[0] >= len(operators):
-                continue
-            index, output = place
-            executable.run(symbols, stop_after=index)
-            got = executable.read(operators[index].outputs[output], symbols)
-            # what only the logits need is computed for the sampled rows alone, which are the last ones
-            depths.append(_depth(depth, layer, got.reshape(len(got), -1), wanted[-len(got) :]))
+            if place is not None and place[0] < len(operators):
+                executable.run(symbols, stop_after=place[0])
+                got = executable.read(operators[place[0]].outputs[place[1]], symbols)
+                # what only the logits need is computed for the sampled rows alone, which are the last ones
+                yield layer, got.reshape(len(got), -1), wanted[-len(got) :]
         executable.run(symbols)
         logits = executable.read(plan.outputs["logits"], symbols)
-        depths.append(_depth(len(layers), "", logits, recorder.logits[-logits.shape[0] :]))
+        yield "", logits, recorder.logits[-len(logits) :]
     finally:
         executable.close()
-    for d in depths:
-        if not (d.error <= worst and d.cosine >= least):
-            level.findings.append(Finding(
-                f"running freely, the artifact's values differ from the captured program's (cosine {d.cosine:.6f})",
-                f"layer {d.depth}" if d.module else "logits", d.module, d.error, worst))
-            break
-    level.covered.append(f"outputs of {len(depths) - 1} of {len(layers)} layers and the logits on {len(tokens)} tokens "
-                         "against the captured program "
-                         f"(allowed: relative error {worst:g}, cosine {least:g}, for {kind} values)")
-    return depths
-
-
-def _depth(depth: int, module: str, got: np.ndarray, wanted: np.ndarray, against: str = "captured") -> Depth:
-    if got.shape != wanted.shape:
-        return Depth(depth, module, float("inf"), 0.0, against)
-    return Depth(depth, module, tolerances.relative(got, wanted), tolerances.cosine(got, wanted), against)
 
 
 def _one_step(executable, plan, tokens: list[int]) -> dict[str, int]:

@@ -12,18 +12,26 @@ pair, or the layer's output, disagrees, the first such operator on the way is na
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from adaptc.backends.reference.interpreter import Reference
 from adaptc.ir.build import short_name
 from adaptc.ir.module import spec_of
+from adaptc.ops.mixing import RowState
 from adaptc.ops.table import row
-from adaptc.protocol import StateSpec, TensorSpec
+from adaptc.protocol import TensorSpec
 from adaptc.verify import tolerances
 from adaptc.verify.report import Finding, Level
 from adaptc.verify.subject import Subject
+
+Heads = tuple[int, ...]
+"""What is known of a laid-out value: indices of the operators since the last pairs that have no counterpart, in program
+order; none = it is the captured value."""
+
+Standing = list[tuple[tuple[int, int], np.ndarray]]
+"""((laid-out operator, result), the captured rows that it stands for), for every pair and layer output."""
 
 LOOSE = 0.25
 """Above this relative error, two values aren't taken for the same thing."""
@@ -108,33 +116,30 @@ class Recorder(Reference):
         return results
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """What is known of a laid-out value. ``heads``: indices of the operators since the last pairs that have no
-    counterpart, in program order; none = it is the captured value. ``bound``: what coarser values than the captured
-    program's (8-bit activations) may have added."""
-
-    heads: tuple[int, ...] = ()
-    bound: float = 0.0
-
-
 class _Paired(Reference):
-    """The laid-out program, paired with the recorded values as it goes."""
+    """The laid-out program, paired with the recorded values as it goes.
+
+    What it rounds on purpose is left out, so that two programs are compared and not two precisions: caches keep
+    float32, and what takes 8-bit activations takes what they were made of. (The plan's own rounding is held against
+    the operators' meanings, and error by depth shows what it amounts to.)
+    """
 
     def __init__(self, subject: Subject, recorder: Recorder, weights: Callable[[str], np.ndarray]):
         super().__init__(subject.laid_out, weights)
+        self.states = {name: RowState(replace(state.spec, dtype="f32")) for name, state in self.states.items()}
         self.recorder = recorder
         self.names: list[tuple[str, str]] = []
-        self.marks: dict[int, tuple[np.ndarray, _Mark]] = {}
+        self.heads: dict[int, tuple[np.ndarray, Heads]] = {}
+        self.floats: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """id of 8-bit codes → they, and what they were made of."""
         self.call = 0
         self.aligned = True
         self.pairs = 0
         self.worst = 0.0
-        self.blamed: dict[int, tuple[float, float, str]] = {}
+        self.blamed: dict[int, tuple[float, str]] = {}
         self.alone: list[int] = []
         self.makers: dict[int, tuple[int, int]] = {}
-        self.standing: list[tuple[tuple[int, int], np.ndarray]] = []
-        """((laid-out operator, result), the captured rows that it stands for), for every pair and layer output."""
+        self.standing: Standing = []
 
     def candidates(self) -> list[Value]:
         """Values that may be meant where the program is: of this call, and of @step before the first."""
@@ -144,60 +149,53 @@ class _Paired(Reference):
         here = calls[self.call].values if self.call < len(calls) else self.recorder.tail
         return here + (calls[0].values if self.call else [])
 
-    def mark(self, array) -> _Mark:
-        return self.marks[id(array)][1] if id(array) in self.marks else _Mark()
+    def heads_of(self, array) -> Heads:
+        return self.heads[id(array)][1] if id(array) in self.heads else ()
+
+    def know(self, array: np.ndarray, heads: Heads) -> np.ndarray:
+        self.heads[id(array)] = (array, heads)
+        return array
 
     def operator(self, op, source, operands):
-        results = super().operator(op, source, operands)
         spec, operator = spec_of(op), row(short_name(op))
-        given = [self.mark(o) for o in operands if isinstance(o, np.ndarray)]
-        heads = tuple(sorted({h for m in given for h in m.heads}))
+        if operator.quantized(spec.operands) and id(operands[0]) in self.floats:
+            operands = [self.floats[id(operands[0])][1], *operands[3:]]
+        results = super().operator(op, source, operands)
+        heads = tuple(sorted({h for o in operands for h in self.heads_of(o)}))
         if operator.aliases or (operator.views and len(operands) == 1):
-            mark = _Mark(heads, max((m.bound for m in given), default=0.0))
-            made = tuple(results)
-            for array in made:
-                self.marks[id(array)] = (array, mark)
+            for array in results:
+                self.know(array, heads)
                 if id(operands[0]) in self.makers:
                     self.makers[id(array)] = self.makers[id(operands[0])]
             if operator.aliases:
-                return made
+                return results
         index = len(self.names)
         self.names.append((short_name(op), source))
-        bound = max([m.bound for m in given] + [self.state_bound(spec)], default=0.0)
-        coded = any(r.dtype in ("i8", "u8") for r in spec.results)
-        if coded:
-            bound = max(bound, tolerances.QUANTIZED)
-        made = []
-        for i, (array, kind) in enumerate(zip(results, spec.results)):
-            made.append(self.pair((index, i), array, kind, heads, bound, coded))
-            self.makers[id(made[-1])] = (index, i)
-        return tuple(made)
+        if any(r.dtype in ("i8", "u8") for r in spec.results):
+            self.floats[id(results[0])] = (results[0], operands[0])
+            return results
+        made = tuple(self.pair((index, i), array, kind, heads)
+                     for i, (array, kind) in enumerate(zip(results, spec.results)))
+        self.makers |= {id(array): (index, i) for i, array in enumerate(made)}
+        return made
 
-    @staticmethod
-    def state_bound(spec) -> float:
-        return max((tolerances.STATE[o.dtype] for o in spec.operands if isinstance(o, StateSpec)), default=0.0)
-
-    def pair(self, place: tuple[int, int], array, kind: TensorSpec, heads, bound: float, coded: bool):
+    def pair(self, place: tuple[int, int], array: np.ndarray, kind: TensorSpec, heads: Heads) -> np.ndarray:
         """The value to go on with: the captured one when there is a pair."""
         index, _ = place
-        rows = by_token(array, kind) if array.dtype.kind == "f" and not coded else None
-        if rows is None:  # codes, or values that depend on weights alone: who reads them is compared
-            self.marks[id(array)] = (array, _Mark(heads, bound))
-            return array
-        found = self.closest(rows, place, bound)
+        rows = by_token(array, kind) if array.dtype.kind == "f" else None
+        if rows is None:  # integers, or values that depend on weights alone: who reads them is compared
+            return self.know(array, heads)
+        found = self.closest(rows, place)
         if found is None:
             self.alone.append(index)
-            self.marks[id(array)] = (array, _Mark(heads or (index,), bound))
-            return array
+            return self.know(array, heads or (index,))
         error, value = found
         self.pairs += 1
         self.standing.append((place, value.rows))
-        self.judge(index, heads, error, bound, f"{value.op} in {value.source}")
-        made = from_rows(value.rows, array, kind).astype(array.dtype, copy=False)
-        self.marks[id(made)] = (made, _Mark())
-        return made
+        self.judge(index, heads, error, f"{value.op} in {value.source}")
+        return self.know(from_rows(value.rows, array, kind).astype(array.dtype, copy=False), ())
 
-    def closest(self, rows: np.ndarray, place: tuple[int, int], bound: float) -> tuple[float, Value] | None:
+    def closest(self, rows: np.ndarray, place: tuple[int, int]) -> tuple[float, Value] | None:
         """The candidate that ``rows`` agree with best.
 
         One that differs by more than rounding must be of the same module: two values of different modules may well be
@@ -205,32 +203,19 @@ class _Paired(Reference):
         when its own module has one of that shape: swapped projections are right values in the wrong place.
         """
         own = self.names[place[0]][1]
-        allowed = max(tolerances.MEANING, bound)
-        here: tuple[float, Value] | None = None
-        elsewhere: tuple[float, Value] | None = None
-        mine = False
-        for value in self.candidates():
-            if value.rows.shape != rows.shape:
-                continue
-            error = tolerances.relative(rows, value.rows)
-            if value.source == own:
-                mine = True
-                if error <= LOOSE and (here is None or error < here[0]):
-                    here = (error, value)
-            elif error <= (LOOSE if bound else allowed) and (elsewhere is None or error < elsewhere[0]):
-                elsewhere = (error, value)
-        if here is not None and (here[0] <= allowed or elsewhere is None):
+        errors = [(tolerances.relative(rows, v.rows), v) for v in self.candidates() if v.rows.shape == rows.shape]
+        mine = [pair for pair in errors if pair[1].source == own]
+        here = _best(mine, LOOSE)
+        elsewhere = _best([pair for pair in errors if pair[1].source != own], tolerances.MEANING)
+        if here is not None and (here[0] <= tolerances.MEANING or elsewhere is None):
             return here
         return None if mine and place[1] == 0 else elsewhere
 
-    def judge(self, index: int, heads, error: float, bound: float, counterpart: str) -> None:
-        allowed = max(tolerances.MEANING, bound)
-        if not bound:
-            self.worst = max(self.worst, error)
-        if not error <= allowed:
-            guilty = min((*heads, index))
-            if guilty not in self.blamed or error > self.blamed[guilty][0]:
-                self.blamed[guilty] = (error, allowed, counterpart)
+    def judge(self, index: int, heads: Heads, error: float, counterpart: str) -> None:
+        self.worst = max(self.worst, error)
+        guilty = min((*heads, index))
+        if not error <= max(tolerances.MEANING, self.blamed.get(guilty, (0.0, ""))[0]):
+            self.blamed[guilty] = (error, counterpart)
 
     def called(self, source, results):
         """The layer's results are pairs by position, whatever became of the values within."""
@@ -243,20 +228,17 @@ class _Paired(Reference):
             if rows is None or array.size != rows.size:
                 made.append(array)
                 continue
-            mark = self.mark(array)
-            ours = array.reshape(rows.shape)
-            if mark.heads:
-                last = len(self.names) - 1
-                self.judge(last, mark.heads, tolerances.relative(ours, rows), mark.bound, f"the output of {source}")
+            if heads := self.heads_of(array):
+                error = tolerances.relative(array.reshape(rows.shape), rows)
+                self.judge(len(self.names) - 1, heads, error, f"the output of {source}")
             if id(array) in self.makers:
                 self.standing.append((self.makers[id(array)], rows))
-            theirs = rows.reshape(array.shape).astype(array.dtype, copy=False)
-            self.marks[id(theirs)] = (theirs, _Mark())
-            made.append(theirs)
+            made.append(self.know(rows.reshape(array.shape).astype(array.dtype, copy=False), ()))
         return made
 
 
-Standing = list[tuple[tuple[int, int], np.ndarray]]
+def _best(pairs: list[tuple[float, Value]], most: float) -> tuple[float, Value] | None:
+    return min((pair for pair in pairs if pair[0] <= most), key=lambda pair: pair[0], default=None)
 
 
 SMALL = 2.0**-10
@@ -290,12 +272,11 @@ def _compared(paired: _Paired, tokens: list[int], level: Level, how: str) -> _Pa
     paired.aligned = len(calls) == len(recorder.calls) and all(
         len(call.operation.results) == len(c.outputs) for call, c in zip(calls, recorder.calls))
     logits = paired.score(tokens)
-    error, mark = tolerances.relative(logits, recorder.logits), paired.mark(logits)
-    if mark.heads or error > max(tolerances.MEANING, mark.bound):
-        paired.judge(len(paired.names) - 1, mark.heads, error, mark.bound, "the logits")
-    for index, (error, bound, counterpart) in sorted(paired.blamed.items()):
+    error = tolerances.relative(logits, recorder.logits)
+    paired.judge(len(paired.names) - 1, paired.heads_of(logits), error, "the logits")
+    for index, (error, counterpart) in sorted(paired.blamed.items()):
         op, source = paired.names[index]
         level.findings.append(Finding(
             f"the laid-out operator's value isn't that of the captured program ({counterpart}{how})", f"{index} {op}",
-            source, error, bound))
+            source, error, tolerances.MEANING))
     return paired

@@ -11,6 +11,25 @@ class Disagrees(Exception):
     """What runs can't be walked beside what it should be; the message says where they part."""
 
 
+class Watched:
+    """An executable as an engine uses it, whose steps are looked at by a subclass's ``run``. ``owners`` says whose tokens
+    a step has."""
+
+    def __init__(self):
+        self.owners = Owners()
+
+    def over(self, executable) -> Watched:
+        self.executable = executable
+        return self
+
+    def __getattr__(self, name: str):
+        return getattr(self.executable, name)
+
+    def role(self, name: str, count: int) -> np.ndarray:
+        """A copy of the first ``count`` elements of one of the step's inputs."""
+        return np.array(self.executable.inputs(name)[:count])
+
+
 class Owners:
     """The requests' tokens in the order in which they were added. Which request a row of a step belongs to is found by
     what it must be: the next tokens of one of them, at the next positions."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from adaptc.errors import OutputError
 from adaptc.verify.report import Depth, Report
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 70, 20, 56, 50
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 76, 20, 56, 50
 LINES = {"captured": ("#1f5fa8", "artifact against the captured program"),
          "authors": ("#b4541a", "captured program against the authors' module")}
 LEAST = 1e-9
@@ -45,6 +45,9 @@ def svg(depths: Sequence[Depth], title: str) -> str:
         parts.append(f'<text x="{x(depth):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{depth}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">layer (the last: '
                  'logits)</text>')
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">largest '
+                 'difference / largest value</text>')
     for number, (kind, (colour, label)) in enumerate(LINES.items()):
         line = [d for d in depths if d.against == kind]
         if not line:

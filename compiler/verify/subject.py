@@ -15,7 +15,7 @@ from adaptc.ir import dialect
 from adaptc.ir.build import short_name
 from adaptc.ir.module import STEP, Program, Weight, callee, source_of, spec_of
 from adaptc.ops.table import row
-from adaptc.protocol import OpSpec
+from adaptc.protocol import OpSpec, TensorSpec
 from adaptc.runtime.loader import Artifact, load_artifact
 from adaptc.verify.guard import Note
 
@@ -36,23 +36,18 @@ class Subject:
     """An artifact and what the oracle reads of it.
 
     Values of weights come from the artifact's packed bytes; ``weights.check`` holds them against the digests of the
-    model's own tensors. ``level`` is the one that loading takes; ``levels`` are all whose kernels run here, it first,
-    and ``not_run`` a sentence for each of the others, with what the machine lacks.
+    model's own tensors. ``level`` is the CPU level that loading takes, ``levels`` are those of the artifact that this
+    machine runs, ``not_run`` has the reason for each of the others.
     """
 
-    def __init__(self, path):
+    def __init__(self, path, seed: int = 0):
+        self.seed = seed
         self.artifact: Artifact = load_artifact(path)
         packages.require(self.artifact.manifest["provenance"], str(path))
         self.plan = self.artifact.plan
         self.backend = backends.launcher(self.plan.backend)
         self.level = self.backend.choose_level(self.plan)
-        self.levels, self.not_run = [self.level], []
-        for level in self.plan.levels:
-            if level != self.level:
-                try:
-                    self.levels.append(self.backend.choose_level(self.plan, level))
-                except OptionError as error:
-                    self.not_run.append(f"kernels for {level}: not run ({error.message.rstrip('.')})")
+        self.levels, self.not_run = self._levels()
         self.codegen = backends.codegen(self.plan.backend)
         if not hasattr(self.codegen, "unpack"):
             raise UnsupportedError(f"the backend {self.plan.backend!r} can't unpack the weights that it packed, so "
@@ -66,6 +61,19 @@ class Subject:
         self._values: dict[str, np.ndarray] = {}
         self.trying = Note()
         """The operator that native code is about to run, for when it crashes."""
+
+    def _levels(self) -> tuple[list[str], dict[str, str]]:
+        runs, not_run = [], {}
+        for level in self.plan.levels:
+            try:
+                runs.append(self.backend.choose_level(self.plan, level))
+            except OptionError as error:
+                not_run[level] = error.message
+        return runs, not_run
+
+    def random(self, *what: object) -> np.random.Generator:
+        """The random numbers of one purpose: the same for the same seed, whatever else was drawn."""
+        return np.random.default_rng([self.seed, *repr(what).encode()])
 
     def values(self, name: str) -> np.ndarray:
         """A weight's float32 values in its parameter's shape, unpacked from the artifact."""
@@ -89,6 +97,12 @@ class Subject:
         """The laid-out program's operators in program order, every place of every body; views that alias are none."""
         return list(_places(self.laid_out, self.laid_out.functions()[STEP], [None] * 4, ""))
 
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether some operator makes integers of float values, as routers do: a step, not a slope."""
+        dtypes = lambda specs: {s.dtype for s in specs if isinstance(s, TensorSpec)}  # noqa: E731
+        return any("i32" in dtypes(p.spec.results) and "f32" in dtypes(p.spec.operands) for p in self.places)
+
     def users(self, weight: str) -> list[int]:
         """Ids of the operators that read a weight."""
         return [i for i, place in enumerate(self.places) if weight in place.symbols]
@@ -103,7 +117,7 @@ class Subject:
         return self.backend.load(self.plan, objects, self.artifact.weights, threads=threads, pages=pages)
 
     def library(self, level: str):
-        """The kernels of ``level``, to be called one at a time."""
+        """The kernels of one of ``levels``, to be called one at a time."""
         return self.backend.library(self.artifact.kernels(level))
 
 
