@@ -91,10 +91,10 @@ def measure(plan: Plan, variants: Sequence[Mapping[str, Kernel]], objects: Mappi
     names = {kernel for variant in variants for kernel in variant}
     places = [(o.id, call.kernel) for o in plan.operators() for call in o.calls if call.kernel in names]
     found = [{kernel: {} for _, kernel in places} for _ in variants]
-    weights, pages = _weights(plan), {group.name: 1 for group in plan.groups}
+    pages = {group.name: 1 for group in plan.groups}
     with ExitStack() as stack:
         loaded = [launcher.load(_with(plan, variant), objects, weights, threads=threads, pages=pages)
-                  for variant in variants]
+                  for variant, weights in zip(variants, _weights(plan, len(variants)))]
         for executable in loaded:
             stack.callback(executable.close)
         for step, symbols in steps(plan).items():
@@ -141,14 +141,18 @@ def _with(plan: Plan, variant: Mapping[str, Kernel]) -> Plan:
     return replace(plan, kernels=tuple(kernels.values()), segments=segments)
 
 
-def _weights(plan: Plan) -> dict[str, memoryview]:
-    """Stand-ins by name. They share a pool that no cache holds, one after the other and round again."""
+def _weights(plan: Plan, count: int) -> list[dict[str, memoryview]]:
+    """Stand-ins by name for each of ``count`` variants. All lie in one pool, one after the other and round again: what
+    is read has left the caches since it was read last, by whichever variant."""
     sizes = {b.source: -(-b.bytes // ALIGNMENT) * ALIGNMENT for b in plan.buffers if b.kind == "weight"}
-    size = max(min(_POOL, sum(sizes.values())), *sizes.values(), 0)
+    size = max(min(_POOL, count * sum(sizes.values())), *sizes.values(), 0)
     raw = np.full(size + ALIGNMENT, _FILL, np.uint8)
     pool = memoryview(raw)[-raw.ctypes.data % ALIGNMENT :][:size]
-    views, at = {}, 0
-    for name, length in sizes.items():
-        at = at if at + length <= size else 0
-        views[name], at = pool[at : at + length], at + length
-    return views
+    found, at = [], 0
+    for _ in range(count):
+        views = {}
+        for name, length in sizes.items():
+            at = at if at + length <= size else 0
+            views[name], at = pool[at : at + length], at + length
+        found.append(views)
+    return found

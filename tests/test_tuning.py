@@ -136,10 +136,10 @@ class Clockwork:
     """A launcher and its executables: ``seconds(kernel, T, turn)`` is what a call takes."""
 
     def __init__(self, seconds):
-        self.seconds, self.weights, self.order, self.closed = seconds, None, [], 0
+        self.seconds, self.weights, self.order, self.closed = seconds, [], [], 0
 
     def load(self, plan, objects, weights, *, threads, pages):
-        self.weights = weights
+        self.weights.append(weights)
         kernels = {o.id: o.calls[0].kernel for o in plan.operators()}
         assert set(kernels.values()) == {kernel.symbol for kernel in plan.kernels}, "kernels that nothing calls"
         turns, outer = itertools.count(), self
@@ -180,15 +180,16 @@ def test_rounds_end_when_nothing_gets_faster():
 
 
 def test_stand_in_weights(monkeypatch):
-    """Aligned, whole, and no more of them than a pool holds; or one that is larger."""
-    for pool in (1 << 28, 256, 1):
+    """Aligned, whole, each variant's own, and no more of them than a pool holds; or one that is larger."""
+    kernel = tiny_plan().kernels[0]
+    for pool, different in ((1 << 28, 8), (512, 4), (1, 1)):
         monkeypatch.setattr(tune, "_POOL", pool)
         launcher = Clockwork(lambda kernel, rows, turn: 1.0)
-        tune.measure(tiny_plan(), [{"a": tiny_plan().kernels[0]}], {}, launcher, 1)
-        places = [np.frombuffer(view, np.uint8) for view in launcher.weights.values()]
-        assert [len(place) >= 100 for place in places] == [True] * 4
+        tune.measure(tiny_plan(), [{"a": kernel}, {"a": kernel}], {}, launcher, 1)
+        places = [np.frombuffer(view, np.uint8) for weights in launcher.weights for view in weights.values()]
+        assert [len(place) >= 100 for place in places] == [True] * 8
         assert all(place.ctypes.data % 64 == 0 and set(place) == {0x3C} for place in places)
-        assert len({place.ctypes.data for place in places}) == {1 << 28: 4, 256: 2, 1: 1}[pool]
+        assert len({place.ctypes.data for place in places}) == different
 
 
 def test_steps_stay_within_the_plan():
