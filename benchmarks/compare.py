@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import adaptc
-from adaptc.golden import PROMPTS, authors_model, greedy
+from adaptc.golden import PROMPTS, authors_model, authors_tokenizer, greedy
 from adaptc.sources import open_source
 
 TOLERANCE, MARGIN = 5e-4, 1e-3
@@ -31,11 +31,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    module, encode = authors_model(open_source(args.model))
+    source = open_source(args.model)
+    module, tokenizer = authors_model(source), authors_tokenizer(source)
     failed, worst = 0, 0.0
     with adaptc.load(args.artifact, threads=args.threads) as session:
         for prompt in PROMPTS:
-            ids = encode(prompt)
+            ids = tokenizer(prompt).input_ids
             tokens, logits = greedy(module, ids, args.steps)
             ours = session.score(tokens[:-1], start=len(ids) - 1)
             difference = float(np.abs(ours - logits).max())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 from adaptc.errors import ExistsError, InputError, LegalityError, OptionError, OutputError, one_of
-from adaptc.options import CompileOptions
+from adaptc.options import KEPT, CompileOptions
 
 if TYPE_CHECKING:
     from adaptc.ir.module import Program
@@ -324,7 +323,7 @@ class _Setup:
 
         found = targets.target(target)
         codegen = backends.codegen(found.backend)
-        found.check_dtype(options.kv_dtype, f"kv={options.kv}")
+        found.check_dtype(KEPT[options.kv_dtype][0], f"kv={options.kv}")
         found.check_dtype("i8" if options.activations == "int8" else "f32", f"activations={options.activations}")
         wanted = [codegen.level(found.level(name.strip())) for name in options.level.split(",")]
         levels = tuple(dict.fromkeys(wanted))
@@ -384,7 +383,8 @@ class _Setup:
         made = {name: getattr(plan, name) for name in said if plan.states or name != "page_size"}
         if plan.states:
             said |= {"kv": self.options.kv_dtype, "max_context": -(-plan.max_context // plan.page_size)}
-            made |= {"kv": plan.states[0].dtype, "max_context": plan.groups[0].max_pages}
+            kept = plan.states[0].dtype, plan.states[0].scale
+            made |= {"kv": next(name for name, pair in KEPT.items() if pair == kept), "max_context": plan.groups[0].max_pages}
         for name in ("weights", "activations"):
             said[name], made[name] = getattr(self.options, name), lowered.fact(name)
         for name, value in made.items():
@@ -556,7 +556,7 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         goldens=goldens,
         tuning=tuning and tuning.to_json(),
         sources=source.hashes,
-        tensors={name: _digest(tensor) for name, tensor in sorted(source.tensors.items())},
+        tensors=source.digests(),
         requirements={level: setup.codegen.requirements(level) for level in setup.levels},
         options=setup.options.to_dict(),
         tolerances=TOLERANCES if setup.options.activations == "f32" else {},
@@ -573,12 +573,6 @@ def _packed(source, codegen, weight) -> tuple[bytes, float]:
     if weight.spec.format is None:
         return codes["codes"].tobytes(), error
     return codegen.pack(weight.spec.format, weight.spec.shape, codes), error
-
-
-def _digest(tensor) -> str:
-    import numpy as np
-
-    return hashlib.sha256(np.ascontiguousarray(tensor.values(), "<f4")).hexdigest()
 
 
 def _versions() -> dict[str, str]:

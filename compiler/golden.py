@@ -50,10 +50,10 @@ def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, step
     if not Path(output).parent.is_dir():
         raise OutputError(f"{output} can't be written: the directory {Path(output).parent} does not exist.")
     source = authors_source(model, trust_remote_code)
-    module, encode = authors_model(source)
+    module, tokenizer = authors_model(source), authors_tokenizer(source)
     config = module.config.get_text_config()
     vocabulary, context = config.vocab_size, config.max_position_embeddings
-    encoded = [encode(prompt) for prompt in prompts]
+    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
     for number, ids in enumerate(encoded, 1):
         if not ids:
             raise RequestError(f"prompt {number} is empty.")
@@ -120,22 +120,40 @@ def authors_source(model: str, trust_remote_code: bool):
 
 
 def authors_model(source):
-    """transformers' own module with its own reading of the files, and its tokenizer: nothing of ours in between.
-    UnsupportedError when transformers can't read the files."""
+    """transformers' own module with its own reading of the files: nothing of ours in between. UnsupportedError when
+    transformers can't read the files, or fills a parameter at random because it finds none in them."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    hint = "Take the Hugging Face folder of the model as the reference." if source.kind == "gguf" else ""
+    from adaptc.sources.binding import listed
+
     if source.unread:
-        raise UnsupportedError(f"transformers can't read {source.name} by itself: {source.unread}.", hint=hint)
+        raise _unread(source, source.unread)
+    module, loaded = _by_transformers(AutoModelForCausalLM, source, dtype=torch.float32, output_loading_info=True)
+    if missing := sorted(loaded["missing_keys"]):
+        raise _unread(source, f"it finds nothing for {listed(missing)}")
+    return module.eval()
+
+
+def authors_tokenizer(source):
+    """transformers' own tokenizer of the files. UnsupportedError when it can't read them, or there is none."""
+    from transformers import AutoTokenizer
+
+    return _by_transformers(AutoTokenizer, source)
+
+
+def _by_transformers(kind, source, **options):
     path = source.files()[0]
     where = {"gguf_file": path.name} if source.kind == "gguf" else {"trust_remote_code": source.trust_remote_code}
     try:
-        module = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where).eval()
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+        return kind.from_pretrained(path.parent, **options, **where)
     except Exception as error:  # errors of transformers share no narrower class
-        raise UnsupportedError(f"transformers can't read {source.name} by itself: {error}.", hint=hint) from error
-    return module, lambda text: tokenizer(text).input_ids
+        raise _unread(source, str(error)) from error
+
+
+def _unread(source, why: str) -> UnsupportedError:
+    return UnsupportedError(f"transformers can't read {source.name} by itself: {why.rstrip('.')}.",
+                            hint="Take the Hugging Face folder of the model as the reference." if source.kind == "gguf" else "")
 
 
 def greedy(module, prompt: list[int], steps: int) -> tuple[list[int], np.ndarray]:

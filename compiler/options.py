@@ -10,10 +10,13 @@ from dataclasses import asdict, dataclass, field, fields
 from adaptc import formats
 from adaptc.errors import OptionError, one_of
 
+KEPT = {"f32": ("f32", ""), "f16": ("f16", ""), "bf16": ("bf16", ""), "int8": ("i8", "f32")}
+"""What caches can hold → (dtype of rows, dtype of the scale that each head's row has; "" = none)."""
+
 CHOICES = {
     "weights": ("auto", *formats.CHOICES),
     "activations": ("f32", "int8"),
-    "kv": ("auto", "f32", "f16", "bf16"),
+    "kv": ("auto", *KEPT),
 }
 """Option → its values, where these are names."""
 
@@ -27,7 +30,8 @@ class CompileOptions:
 
     weights         how weights are stored; auto keeps each tensor in the format of its file, bit for bit
     activations     f32, or int8: the inputs of linear maps are quantised on the fly, one scale a token and group of 32
-    kv              what key/value caches hold; auto = f32 with f32 activations, f16 with int8
+    kv              what key/value caches hold; auto = f32 with f32 activations, f16 with int8. int8: one scale for
+                    each token, head, and keys or values
     page_size       tokens in one page of a cache
     max_step_tokens tokens one step can process; buffers are planned for it
     max_requests    requests one step can serve, and rows whose logits one step can give

@@ -12,8 +12,9 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from adaptc.errors import ArtifactError, NewerFormatError
@@ -112,11 +113,18 @@ class StatePart:
     width: int
 
 
+def row_bytes(parts: Iterable[tuple[str, int, int]], dtype: str, scale: str) -> int:
+    """Bytes that a token takes in a state, from its parts' (name, heads, width)."""
+    scales = DTYPE_BYTES[scale] if scale else 0
+    return sum(heads * (width * DTYPE_BYTES[dtype] + scales) for _, heads, width in parts)
+
+
 @dataclass(frozen=True)
 class State:
     """A state's contract. kind "rows": every token appends one row of ``parts``; ``window`` 0 = all are kept, else
     only rows with position > p - window are ever read from position p. Within a page the layout is, for each part
-    in order, [heads][page_size][width] of ``dtype``."""
+    in order, [heads][page_size][width] of ``dtype``. Where rows are codes, i8, each head's row has a ``scale`` of that
+    dtype ("" = none): after all rows, for each part in order, [heads][page_size]."""
 
     name: str
     kind: str
@@ -124,9 +132,10 @@ class State:
     dtype: str
     window: int
     parts: tuple[StatePart, ...]
+    scale: str = ""
 
     def token_bytes(self) -> int:
-        return sum(p.heads * p.width for p in self.parts) * DTYPE_BYTES[self.dtype]
+        return row_bytes(((p.name, p.heads, p.width) for p in self.parts), self.dtype, self.scale)
 
 
 @dataclass(frozen=True)
@@ -211,16 +220,15 @@ def _parse(kind, data, where: str):
     if dataclasses.is_dataclass(kind):
         if not isinstance(data, dict):
             raise ArtifactError(f"{where}: expected an object, got {type(data).__name__}")
-        hints = typing.get_type_hints(kind)
-        unknown = sorted(set(data) - set(hints))
+        hints, required = _fields(kind)
+        unknown = sorted(data.keys() - hints.keys())
         if unknown:
             raise ArtifactError(f"{where}: unknown field {unknown[0]!r}")
-        required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
-        missing = sorted(required - set(data))
+        missing = sorted(required - data.keys())
         if missing:
             raise ArtifactError(f"{where}: missing field {missing[0]!r}")
         return kind(**{k: _parse(hints[k], v, f"{where}.{k}") for k, v in data.items()})
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    origin, args = _form(kind)
     if origin is tuple:
         if not isinstance(data, list):
             raise ArtifactError(f"{where}: expected a list, got {type(data).__name__}")
@@ -233,3 +241,15 @@ def _parse(kind, data, where: str):
     if type(data) not in kinds:  # not isinstance: true and false are no ints here
         raise ArtifactError(f"{where}: expected {' or '.join(k.__name__ for k in kinds)}, got {data!r:.80}")
     return data
+
+
+@cache
+def _fields(kind: type) -> tuple[Mapping[str, typing.Any], frozenset[str]]:
+    """A dataclass's fields with their types, and the names of those without a default."""
+    required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+    return typing.get_type_hints(kind), frozenset(required)
+
+
+@cache
+def _form(kind) -> tuple[typing.Any, tuple]:
+    return typing.get_origin(kind), typing.get_args(kind)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
 
 from adaptc.formats import WeightFormat
-from adaptc.plan import Plan
+from adaptc.plan import Plan, row_bytes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A state operand: its row parts ((name, heads, width), ...), stored dtype, window (0 = unlimited), paging."""
+    """A state operand: its row parts ((name, heads, width), ...), stored dtype, window (0 = unlimited), paging, and the
+    dtype of each head's scale where rows are codes (``plan.State``)."""
 
     parts: tuple[tuple[str, int, int], ...]
     dtype: str
@@ -35,6 +36,10 @@ class StateSpec:
     page_size: int
     key_block: int
     max_pages: int
+    scale: str = ""
+
+    def token_bytes(self) -> int:
+        return row_bytes(self.parts, self.dtype, self.scale)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class Architecture:
     one_row       regular expression of the tensors that are matrices of one row, stored as vectors
     offsets       regular expression of parameter names → what to add to stored values
     derived       configuration keys computed from metadata, for what the converter left to llama.cpp's code
+    turned        configuration key of the share of a head's columns that rope turns, of a model that may turn a part
     rope          rope parameters that no metadata say, of an architecture whose files must say how positions are
                   scaled
     unread        why transformers' own reader gives another model, or none ("" when it gives this one)
@@ -51,6 +52,7 @@ class Architecture:
     one_row: str = ""
     offsets: Mapping[str, float] = field(default_factory=dict)
     derived: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
+    turned: str = ""
     rope: Mapping[str, Any] = field(default_factory=dict)
     unread: str = ""
 
@@ -107,7 +109,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         model_type="qwen3",
         tensor_names="QWEN3",
         keys={"attention.key_length": "head_dim"},
-        same_as={"attention.value_length": "attention.key_length", "rope.dimension_count": "attention.key_length"},
+        same_as={"attention.value_length": "attention.key_length"},
     ),
     "qwen2moe": Architecture(
         model_type="qwen2_moe",
@@ -124,7 +126,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         tensor_names="QWEN3MOE",
         reader="qwen3_moe",
         keys={"expert_feed_forward_length": "moe_intermediate_size"},
-        same_as={"attention.value_length": "attention.key_length", "rope.dimension_count": "attention.key_length"},
+        same_as={"attention.value_length": "attention.key_length"},
         derived=lambda metadata: {"norm_topk_prob": True},
     ),
     "gpt-oss": Architecture(
@@ -134,7 +136,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         keys={"attention.key_length": "head_dim", "attention.sliding_window": "sliding_window"},
         same_as={
             "attention.value_length": "attention.key_length",
-            "rope.dimension_count": "attention.key_length",
             "expert_feed_forward_length": "feed_forward_length",
         },
         transposed=r"\bexperts\.(gate_up|down)_proj$",
@@ -148,7 +149,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         keys={"context_length": "n_positions", "feed_forward_length": "n_inner"},
         transposed=r"\.(c_attn|c_proj|c_fc)\.weight$",
     ),
-    "phi3": Architecture(model_type="phi3", tensor_names="PHI3", keys={"attention.sliding_window": "sliding_window"}),
+    "phi3": Architecture(
+        model_type="phi3",
+        tensor_names="PHI3",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "rope.scaling.original_context_length": "original_max_position_embeddings",
+        },
+        turned="partial_rotary_factor",
+    ),
     "starcoder2": Architecture(model_type="starcoder2", tensor_names="STARCODER2", keys={"rope.freq_base": "rope_theta"}),
     "gemma2": Architecture(
         model_type="gemma2",
@@ -157,7 +166,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         },
-        same_as={"attention.value_length": "attention.key_length", "rope.dimension_count": "attention.key_length"},
+        same_as={"attention.value_length": "attention.key_length"},
         offsets={r"norm\.weight$": -1.0},
         derived=_gemma2,
     ),
@@ -169,7 +178,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "final_logit_softcapping": "final_logit_softcapping",
             "rope.freq_base_swa": "rope_local_base_freq",
         },
-        same_as={"attention.value_length": "attention.key_length", "rope.dimension_count": "attention.key_length"},
+        same_as={"attention.value_length": "attention.key_length"},
         offsets={r"norm\.weight$": -1.0},
         derived=_gemma3,
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 _TRAINING = "used in training only"
 _GENERATION = "a default of generation, which the caller decides"
@@ -22,7 +23,13 @@ CONFIG: Mapping[str, str] = {
     "embd_pdrop": _TRAINING,
     "attn_pdrop": _TRAINING,
     "pretraining_tp": _TRAINING,
+    "activation_dropout": _TRAINING,
+    "embedding_dropout": _TRAINING,
+    "residual_dropout": _TRAINING,
     "router_aux_loss_coef": _TRAINING,
+    "aux_loss_alpha": _TRAINING,
+    "seq_aux": _TRAINING,
+    "ep_size": "how experts were spread over devices",
     "gradient_checkpointing": _TRAINING,
     "use_cache": "the compiled step always has a cache",
     "cache_implementation": "the compiled step has paged caches of its own",
@@ -58,11 +65,41 @@ CONFIG: Mapping[str, str] = {
     "top_p": _GENERATION,
     "max_length": _GENERATION,
     "repetition_penalty": _GENERATION,
+    "task_specific_params.*": _GENERATION,
+    "prefix": _TEXT,
+    "attention_bias": "biases show in the tensors",
+    "use_embedding_sharing": "a head that isn't tied shows in the tensors",
     "transformers.js_config*": "for another runtime",
 }
 """Keys of config.json (dotted when nested)."""
 
+ALWAYS: Mapping[str, Mapping[str, Any]] = {
+    "cohere2": {"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
+                "rotary_pct": 1.0, "use_gated_activation": True, "use_parallel_block": True,
+                "use_parallel_embedding": True},
+    "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "opt": {"_remove_final_layer_norm": False},
+    "qwen2": {"use_mrope": False},
+    "starcoder2": {"activation_function": "gelu", "attention_softmax_in_fp32": True, "mlp_type": "default",
+                   "norm_type": "layer_norm", "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True},
+}
+"""What published files state of a model_type, and transformers' class does whatever they state. Another value is an
+error. Starcoder2's ``activation_function`` is what the authors' training code calls ``hidden_act``."""
+
+REPEATED: Mapping[str, tuple[str, ...]] = {
+    "n_ctx": ("n_positions",),
+    "hidden_act": ("hidden_activation",),
+    "layer_norm_epsilon": ("norm_epsilon",),
+    "sliding_window_size": ("sliding_window",),
+    "experts_per_token": ("num_experts_per_tok",),
+    "initial_context_length": ("rope_scaling.original_max_position_embeddings",
+                               "rope_parameters.original_max_position_embeddings"),
+}
+"""Key → keys that say the same and are read: accounted for where the files give one of them the same value."""
+
 CONFIG_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "rotary_emb_base": ("rope_parameters.rope_theta",),
     "rope_theta": ("rope_parameters.rope_theta", "rope_parameters.full_attention.rope_theta"),
     "rope_local_base_freq": ("rope_parameters.sliding_attention.rope_theta",),
     "rope_scaling.type": ("rope_parameters.rope_type", "rope_parameters.full_attention.rope_type"),

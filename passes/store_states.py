@@ -9,15 +9,12 @@ from adaptc.errors import OptionError, one_of
 from adaptc.ir import dialect
 from adaptc.ir.functions import retype
 from adaptc.ir.module import Program
-from adaptc.options import CHOICES
-
-DTYPES = CHOICES["kv"][1:]
-"""What rows can be kept in: every choice but "auto"."""
+from adaptc.options import KEPT
 
 
 @dataclass(frozen=True)
 class StoreStates:
-    """Every state's contract gets the rows' dtype, tokens a page and a key block, and the pages that a request of
+    """Every state's contract gets the rows' dtype (``options.KEPT``), tokens a page and a key block, and the pages that a request of
     ``max_context`` tokens has."""
 
     dtype: str = "bf16"
@@ -29,15 +26,16 @@ class StoreStates:
     ensures: ClassVar[tuple[str, ...]] = ("paged",)
 
     def run(self, program: Program) -> None:
-        if self.dtype not in DTYPES:
-            raise one_of("cache dtype", self.dtype, DTYPES)
+        if self.dtype not in KEPT:
+            raise one_of("cache dtype", self.dtype, KEPT)
+        dtype, scale = KEPT[self.dtype]
         for option in ("page_size", "key_block", "max_context"):
             if getattr(self, option) < 1:
                 raise OptionError(f"{option} is {getattr(self, option)}; it must be at least 1.")
         pages = -(-self.max_context // self.page_size)
         with program.editing():
             types = {
-                name: dialect.to_type(replace(slot.spec, dtype=self.dtype, page_size=self.page_size,
+                name: dialect.to_type(replace(slot.spec, dtype=dtype, scale=scale, page_size=self.page_size,
                                               key_block=self.key_block, max_pages=pages))
                 for name, slot in program.states().items()
             }

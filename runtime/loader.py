@@ -6,7 +6,8 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,16 +49,40 @@ def load_artifact(path: str | os.PathLike) -> Artifact:
     path = Path(path)
     manifest = _manifest(path)
     _check_names(path, manifest)
+    verified = _Beside(_weights, path, manifest)
     plan = Plan.from_json(_text(path, manifest, names.PLAN))
     objects = {name.removeprefix(names.KERNELS): _read(path, manifest, name)
                for name in manifest["files"] if name.startswith(names.KERNELS)}  # fmt: skip
-    weights = _weights(path, manifest)
-    loaded = {names.PLAN, names.WEIGHTS, *(names.KERNELS + name for name in objects)}
+    text = TextInfo.from_json(_read(path, manifest, names.TEXT))
+    loaded = {names.PLAN, names.TEXT, names.WEIGHTS, *(names.KERNELS + name for name in objects)}
     for name in manifest["files"]:
         if name not in loaded:
-            _read(path, manifest, name)
+            _verify_file(path, manifest, name)
+    weights = verified.result()
     _check_plan(plan, objects, weights)
-    return Artifact(path, manifest, plan, TextInfo.from_json(_read(path, manifest, names.TEXT)), objects, weights)
+    return Artifact(path, manifest, plan, text, objects, weights)
+
+
+class _Beside:
+    """A call in a thread of its own: hashing gives Python's lock free. ``result`` waits for it."""
+
+    def __init__(self, function: Callable, *arguments):
+        self._call, self._result, self._error = (function, arguments), None, None
+        self._thread = threading.Thread(target=self._run, name="adaptc-verify", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        function, arguments = self._call
+        try:
+            self._result = function(*arguments)
+        except BaseException as error:
+            self._error = error
+
+    def result(self):
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 # ---- the manifest ----------------------------------------------------------------------------------------------
@@ -111,11 +136,21 @@ def _check_names(path: Path, manifest: Mapping) -> None:
 
 
 def _verify(path: Path, manifest: Mapping, name: str, content: bytes | memoryview) -> None:
+    _expect(path, manifest, name, len(content), hashlib.sha256(content).hexdigest)
+
+
+def _verify_file(path: Path, manifest: Mapping, name: str) -> None:
+    """As ``_verify``, of a file whose content isn't needed now: it is never all in memory."""
+    with open(path / name, "rb", buffering=0) as file:
+        _expect(path, manifest, name, os.fstat(file.fileno()).st_size,
+                lambda: hashlib.file_digest(file, "sha256").hexdigest())  # fmt: skip
+
+
+def _expect(path: Path, manifest: Mapping, name: str, size: int, digest: Callable[[], str]) -> None:
     expected = manifest["files"][name]
-    if len(content) != expected["size"]:
-        raise DamageError(f"{path / name} is damaged: it has {len(content)} bytes, expected {expected['size']}.",
-                          hint=_AGAIN)  # fmt: skip
-    if hashlib.sha256(content).hexdigest() != expected["sha256"]:
+    if size != expected["size"]:
+        raise DamageError(f"{path / name} is damaged: it has {size} bytes, expected {expected['size']}.", hint=_AGAIN)
+    if digest() != expected["sha256"]:
         raise DamageError(f"{path / name} is damaged: its SHA-256 differs from the manifest's.", hint=_AGAIN)
 
 
@@ -169,6 +204,14 @@ def _check_plan(plan: Plan, objects: Mapping, weights: Mapping[str, memoryview])
     """Everything that the plan names is there."""
     if not plan.levels:
         raise DamageError("plan.json: it has no level.")
+    for name in ("vocabulary", "max_context", "max_step_tokens", "max_requests", "page_size", "key_block"):
+        if getattr(plan, name) < 1:
+            raise DamageError(f"plan.json: {name} is {getattr(plan, name)}.")
+    known = {state.name for state in plan.states}
+    named = [*(name for group in plan.groups for name in group.states),
+             *(buffer.source for buffer in plan.buffers if buffer.kind == "state")]  # fmt: skip
+    if unknown := sorted({*named} - known):
+        raise DamageError(f"plan.json: the state {unknown[0]!r} is used, and the plan doesn't declare it.")
     for level, kernel in ((level, kernel) for level in plan.levels for kernel in plan.kernels):
         if f"{level}/{kernel.object}" not in objects:
             raise DamageError(f"plan.json: kernel {kernel.symbol} is in {kernel.object}, which is not in "

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -216,9 +216,13 @@ class Session:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, read when first needed (a large vocabulary takes a second)."""
+        """The model's tokenizer, read when text is first asked for (a large vocabulary takes a second, and the library
+        holds Python's lock meanwhile)."""
         data = self.artifact.read(TOKENIZER)
         return None if data is None else Tokenizer(data, self.artifact.text_info)
+
+    def _tokenizer(self) -> Tokenizer | None:
+        return self.tokenizer
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -268,7 +272,7 @@ class Session:
         generations: list[_Generation] = []
         try:
             for i, prompt in enumerate(prompts):
-                samples = [_Generation(self.tokenizer, options) for _ in range(options.n)]
+                samples = [_Generation(self._tokenizer, options) for _ in range(options.n)]
                 try:
                     ids = self.encode(prompt, **options.variables)
                     with self._lock:
@@ -307,9 +311,10 @@ class Session:
 
 
 class _Generation:
-    """One prompt's way from tokens to text."""
+    """One prompt's way from tokens to text. Tokens become text when it is asked for (``read``), or at once where a stop
+    string may end it. ``tokenizer`` gives the tokenizer, or None; it is called when it is needed."""
 
-    def __init__(self, tokenizer: Tokenizer | None, options: GenerateOptions = GenerateOptions()):
+    def __init__(self, tokenizer: Callable[[], Tokenizer | None] | None, options: GenerateOptions = GenerateOptions()):
         self.started = time.perf_counter()
         self.first = self.last = None
         self.tokens: list[int] = []
@@ -317,8 +322,12 @@ class _Generation:
         self.text: list[str] = []
         self.finish: str | None = None
         self.error: AdaptcError | None = None
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._tokenizer = tokenizer
+        self._unread: deque[int] = deque()
+        self._reading = threading.Lock()
+        self._ended = self._flushed = False
         self._stop = StopStrings(options.stop)
+        self._at_once = bool(options.stop) and self._detokenizer is not None
         self._logprobs: list[Logprob] | None = None if options.sampling.logprobs is None else []
 
     def push(self, event: Event) -> None:
@@ -328,8 +337,10 @@ class _Generation:
             self.tokens.append(event.token)
             if self._logprobs is not None:
                 self._logprobs.append(event.logprob)
-            if self._detokenizer is not None and event.finish != "stop":
-                self._give(self._stop.push(self._detokenizer.push(event.token)))
+            if event.finish != "stop":
+                self._unread.append(event.token)
+                if self._at_once:
+                    self.read()
         if self._stop.found:
             self.end("stop")
         elif event.finish is not None:
@@ -338,10 +349,28 @@ class _Generation:
 
     def end(self, finish: str) -> None:
         if self.finish is None:
-            if self._detokenizer is not None:
+            self._ended = True
+            if self._at_once:
+                self.read()
+            self.finish = "stop" if self._stop.found else finish
+
+    def read(self) -> None:
+        """Makes pieces of text of the tokens that have come. Any thread may ask."""
+        with self._reading:
+            ended = self._ended  # no token comes after that
+            if self._flushed or not (ended or self._unread) or self._detokenizer is None:
+                return
+            while self._unread:
+                self._give(self._stop.push(self._detokenizer.push(self._unread.popleft())))
+            if ended:
+                self._flushed = True
                 self._give(self._stop.push(self._detokenizer.flush()))
                 self._give(self._stop.flush())
-            self.finish = "stop" if self._stop.found else finish
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer | None:
+        tokenizer = self._tokenizer() if self._tokenizer else None
+        return None if tokenizer is None else Detokenizer(tokenizer)
 
     def _give(self, piece: str) -> None:
         if piece:
@@ -352,6 +381,7 @@ class _Generation:
         """Raises what ended the generation, if an error did."""
         if self.error is not None:
             raise self.error
+        self.read()
         gaps = len(self.tokens) - 1
         return Result(
             text="".join(self.text),
@@ -386,10 +416,13 @@ def _stream(session: Session, prompt: Prompt, max_tokens: int, options: Generate
     """The generation, then its pieces. No method, so that dropping the stream drops this and frees the pages."""
     with session._generations([prompt], max_tokens, options) as (generation,):
         yield generation
-        while generation.pieces or generation.finish is None:
-            if generation.pieces:
+        ended = False
+        while not ended:
+            ended = generation.finish is not None
+            generation.read()
+            while generation.pieces:
                 yield generation.pieces.popleft()
-            else:
+            if generation.finish is None:
                 session._pump()
         generation.result()  # an error ends the pieces with it
 

@@ -11,14 +11,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-
-import jinja2
-import jinja2.ext
-import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import TYPE_CHECKING
 
 from adaptc.artifact_format import TextInfo
 from adaptc.errors import ArtifactError, RequestError, TemplateError
+
+if TYPE_CHECKING:  # each is loaded when it is first needed: prompts of token ids need neither
+    import tokenizers
 
 REPLACEMENT = "\ufffd"
 """What decoders put for bytes that aren't UTF-8, as the first bytes of a character are until its last has come."""
@@ -28,6 +27,8 @@ class Tokenizer:
     """The model's own tokenizer. What it adds by itself is off: ``info`` says whether a prompt starts with BOS."""
 
     def __init__(self, data: bytes, info: TextInfo = TextInfo()):
+        import tokenizers
+
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises plain Exception
@@ -70,7 +71,7 @@ class Tokenizer:
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
         """A copy that doesn't know control tokens."""
-        copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        copy = self._tokenizer.from_str(self._tokenizer.to_str())
         copy.encode_special_tokens = True
         return copy
 
@@ -94,20 +95,6 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 # ---- chat templates --------------------------------------------------------------------------------------------
 
 
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant said, for training; when rendering it is its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str):
-    raise jinja2.exceptions.TemplateError(message)
-
-
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -116,11 +103,26 @@ class ChatTemplate:
     """A chat template, rendered as transformers renders it (utils/chat_template_utils.py), sandboxed."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
+        import jinja2.ext
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(jinja2.ext.Extension):
+            """``{% generation %}`` marks what the assistant said, for training; when rendering it is its body."""
+
+            tags = {"generation"}
+
+            def parse(self, parser):
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def raise_exception(message: str):
+            raise jinja2.exceptions.TemplateError(message)
+
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
@@ -178,7 +180,7 @@ class Marks:
 
 def _substitute(alias: str, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
     """``alias`` as a token that takes the place of ``token``, and the spaces around it that it would take."""
-    return tokenizers.AddedToken(alias, special=False, normalized=False, lstrip=token.lstrip, rstrip=token.rstrip,
+    return type(token)(alias, special=False, normalized=False, lstrip=token.lstrip, rstrip=token.rstrip,
                                  single_word=token.single_word)  # fmt: skip
 
 

@@ -18,7 +18,7 @@ FOLDERS = {"compiler": "adaptc", "passes": "adaptc.passes", "backends": "adaptc.
            "runtime": "adaptc.runtime", "models": "adaptc.models"}
 ROOF = {"adaptc", "adaptc.cli", "adaptc.driver"}
 SHARED = {"adaptc.errors", "adaptc.formats", "adaptc.plan", "adaptc.protocol", "adaptc.artifact_format",
-          "adaptc.options", "adaptc.chart", "adaptc.packages"}
+          "adaptc.options", "adaptc.chart", "adaptc.packages", "adaptc.content_cache"}
 RUN_TIME = ("numpy", "safetensors", "tokenizers", "jinja2")
 
 
@@ -147,6 +147,19 @@ def test_codegen_never_meets_launch():
                     seen.add(current)
                     queue += [i for i in ours(current) if i in MODULES and i != "adaptc"]
             assert not [m for m in seen if ".launch" in m], name
+
+
+def test_what_is_derived_is_keyed_by_all_code_that_makes_it():
+    """Everything of ours that capture and sources import is part of the key of what they make."""
+    from adaptc.sources.derived import CODE
+
+    seen, queue = set(), ["adaptc.capture.pipeline", *(m for m in MODULES if m.startswith("adaptc.sources"))]
+    while queue:
+        current = queue.pop()
+        if current not in seen:
+            seen.add(current)
+            queue += [i for i in ours(current) if i in MODULES and i != "adaptc"]
+    assert not [m for m in seen if not any(m == name or m.startswith(name + ".") for name in CODE)]
 
 
 @pytest.mark.parametrize("command", ["import adaptc", "from adaptc.cli import main; main(['--help'], standalone_mode=False)"])

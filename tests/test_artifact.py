@@ -212,6 +212,16 @@ def test_hostile_weight_files(out, raw):
         load_artifact(out)
 
 
+@pytest.mark.parametrize("changes, message", [
+    ({"page_size": 0}, "page_size is 0"), ({"vocabulary": -1}, "vocabulary is -1"),
+    ({"states": ()}, "the state .* is used, and the plan doesn't declare it"),
+])  # fmt: skip
+def test_sizes_and_states_that_a_plan_needs(tmp_path, changes, message):
+    out = write_artifact(tmp_path / "a", contents(dataclasses.replace(plan(), **changes)))
+    with pytest.raises(ArtifactError, match=message):
+        load_artifact(out)
+
+
 def test_a_weight_or_object_that_the_plan_names_must_be_there(tmp_path):
     few = write_artifact(tmp_path / "a", contents(plan(), weights=[Weight("embedding", 64, lambda: bytes(64))]))
     with pytest.raises(ArtifactError, match="wants 1280 bytes of weight 'embedding'.*has 64 bytes"):

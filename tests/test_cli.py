@@ -175,7 +175,7 @@ def test_interrupt(smollm2_gguf, tmp_path, delay):
     """Ctrl-C at any moment: exit code 130, nothing left."""
     process = subprocess.Popen([*COMMAND, "compile", str(smollm2_gguf), "-o", str(tmp_path / "x.adapt")],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                               env=os.environ | {"ADAPTC_CACHE": str(tmp_path.parent / "interrupt-cache")})
+                               env=os.environ | {"ADAPTC_CACHE": str(tmp_path.parent / f"interrupt-cache-{delay}")})
     time.sleep(delay)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)

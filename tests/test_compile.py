@@ -74,7 +74,7 @@ def run_reference(model: Path, stage: str, tokens: list[int], chunk: int | None 
 
 @pytest.mark.parametrize("options", [
     {"weights": "bf16"}, {"weights": "int8", "kv": "bf16"}, {"weights": "int4", "kv": "f16"}, {"activations": "int8"},
-    {"weights": "int8", "activations": "int8"}, {"page_size": 7}, {"max_context": 50, "max_requests": 2},
+    {"kv": "int8", "page_size": 5}, {"weights": "int8", "activations": "int8"}, {"page_size": 7}, {"max_context": 50, "max_requests": 2},
 ])
 def test_options(model, tmp_path, options):
     """Each option does what the laid-out program says, keeps the equivalences, and reports what it changed."""

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from adaptc.backends.cpu.kernels import attention
 from adaptc.protocol import OpSpec, StateSpec, TensorSpec
-from cpu_kernel import run
+from cpu_kernel import aligned, native, run
 
-STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i8": np.uint8}
+NAN = {"f32": np.nan, "f16": np.nan, "bf16": 0x7FC0, "i8": 0xFF}
+"""What no number has, or, in codes, no scale."""
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -20,6 +22,9 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bf16":
         bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+    if dtype == "i8":
+        scale = np.abs(x).max(-1, keepdims=True).astype(np.float32) / np.float32(127)
+        return np.where(scale > 0, np.rint(x / np.where(scale > 0, scale, 1)), 0).astype(np.float32) * scale
     return x.astype(STORED[dtype]).astype(np.float32)
 
 
@@ -54,15 +59,14 @@ class Cache:
         self.scaling, self.window, self.softcap = width**-0.5, window, softcap
         needed = [-(-n // page_size) for n in lengths]
         max_pages = max(needed) + 2
-        page = kv_heads * page_size * (width + value_width)
-        self.pool = np.full((sum(needed) + 3, page), np.nan, np.float32)
-        self.pool = self.pool.astype(STORED[dtype]) if dtype != "bf16" else np.full(self.pool.shape, 0x7FC0, np.uint16)
+        page = kv_heads * page_size * (width + value_width + (8 if dtype == "i8" else 0))
+        self.pool = np.full((sum(needed) + 3, page), NAN[dtype], STORED[dtype])
         order = list(np.random.default_rng(seed + 99).permutation(len(self.pool)))
         self.table = np.full((len(lengths), max_pages), -1, np.int32)
         for r, count in enumerate(needed):
             self.table[r, :count] = [order.pop() for _ in range(count)]
         state = StateSpec((("k", kv_heads, width), ("v", kv_heads, value_width)), dtype, window, page_size, key_block,
-                          max_pages)
+                          max_pages, "f32" if dtype == "i8" else "")
         shapes = ((heads, width), (kv_heads, width), (kv_heads, value_width))
         self.spec = OpSpec(
             "attention",
@@ -90,16 +94,18 @@ class Cache:
     def drop(self, request, below):
         """Overwrites with NaN the rows of positions under ``below``, as a page that was given back and reused; whole
         pages leave the block table."""
-        nan = 0x7FC0 if self.dtype == "bf16" else np.nan
         state = self.spec.operands[5]
+        sizes = [(heads, width) for _, heads, width in state.parts]
+        if state.scale:  # bytes of scales, one a row
+            sizes += [(heads, 4) for heads, _ in sizes]
         for position in range(below):
             if self.table[request, position // self.page_size] < 0:
                 continue
             page, slot = self.pool[self.table[request, position // self.page_size]], position % self.page_size
             at = 0
-            for _, heads, width in state.parts:
+            for heads, width in sizes:
                 view = page[at : at + heads * self.page_size * width].reshape(heads, self.page_size, width)
-                view[:, slot] = nan
+                view[:, slot] = NAN[self.dtype]
                 at += view.size
         self.table[request, : below // self.page_size] = -1
 
@@ -117,7 +123,8 @@ def check(cache, result, rows, tolerance=2e-6):
 
 @pytest.mark.parametrize(
     "page_size, dtype",
-    [(1, "f16"), (3, "f16"), (8, "f16"), (16, "f16"), (64, "f16"), (3, "f32"), (16, "f32"), (3, "bf16"), (16, "bf16")],
+    [(1, "f16"), (3, "f16"), (8, "f16"), (16, "f16"), (64, "f16"), (3, "f32"), (16, "f32"), (3, "bf16"), (16, "bf16"),
+     (1, "i8"), (3, "i8"), (16, "i8"), (64, "i8")],
 )
 def test_formula_over_page_sizes_and_dtypes(page_size, dtype):
     cache = Cache(page_size=page_size, dtype=dtype, lengths=(50, 1, 17))
@@ -157,10 +164,10 @@ def test_large_scores_neither_overflow_nor_underflow():
 
 
 @pytest.mark.parametrize("window", [0, 11])
-@pytest.mark.parametrize("page_size", [3, 16])
-@pytest.mark.parametrize("threads", [2, 3, 7])
-def test_bits_over_threads_chunks_and_batches(window, page_size, threads):
-    make = lambda: Cache(9, 3, 16, 24, window=window, page_size=page_size, lengths=(53, 7, 30))
+@pytest.mark.parametrize("page_size", [3, 8])
+@pytest.mark.parametrize("threads, dtype", [(2, "f16"), (3, "f16"), (7, "f16"), (3, "i8")])
+def test_bits_over_threads_chunks_and_batches(window, page_size, threads, dtype):
+    make = lambda: Cache(9, 3, 16, 24, dtype, window=window, page_size=page_size, lengths=(53, 7, 30))
     rows = everything(make())
     want = dict(zip(rows, make().step(rows)))
 
@@ -193,6 +200,48 @@ def test_bits_over_the_order_of_tokens():
     cache = make()
     for order in (shuffled, stairs):
         assert all(np.array_equal(row, want[key]) for key, row in zip(order, cache.step(order)))
+
+
+@pytest.mark.parametrize("heads, kv_heads, window, softcap, page_size, dtype", [
+    (3, 1, 0, 0.0, 3, "f16"), (4, 2, 0, 4.0, 16, "f16"), (4, 4, 200, 0.0, 3, "f16"), (4, 4, 200, 0.0, 16, "i8"),
+    (5, 1, 0, 0.0, 16, "i8"),
+])  # fmt: skip
+def test_bits_over_spans(heads, kv_heads, window, softcap, page_size, dtype):
+    """Contexts of several spans (of 64 keys here): threads that share a token's keys, alone or beside other requests,
+    give what one thread gives that reads all of them, whatever the chunks."""
+    make = lambda: Cache(heads, kv_heads, 8, 16, dtype, window=window, softcap=softcap, page_size=page_size,
+                         key_block=8, lengths=(420, 131, 270), seed=2)
+    rows, whole = everything(make()), make()
+    want = dict(zip(rows, whole.step(rows)))
+    check(whole, np.stack([want[row] for row in rows]), rows)
+    lasts = [(0, 419), (1, 130), (2, 269)]
+    mixed = [(1, 130), *((0, p) for p in range(400, 420)), (2, 269)]
+    for threads in (2, 3, 7, 64):
+        assert all(np.array_equal(a, want[key]) for a, key in zip(make().step(rows, threads), rows))
+        cache = make()
+        for start in range(0, 420, 140):
+            part = [(r, p) for r, n in enumerate(cache.lengths) for p in range(start, min(start + 140, n))]
+            assert all(np.array_equal(a, want[key]) for a, key in zip(cache.step(part, threads), part))
+        for step in (lasts[:1], lasts, mixed, lasts[1:] + lasts[:1]):
+            assert all(np.array_equal(a, want[key]) for a, key in zip(cache.step(step, threads), step))
+
+
+def test_threads_share_the_keys_of_one_token():
+    """One key head, one token: every thread reads as many keys as another, up to a span."""
+    cache = Cache(3, 1, 8, 8, key_block=8, lengths=(2048,))
+    cache.step(everything(cache))
+    selection = attention.SELECT["attention"](cache.spec)
+    attend = next(use.kernel for use in selection.uses if use.kernel.family == "attend")
+    call = native(attention.FAMILIES["attend"], dict(attend.params), cache.level)
+    q, where, request = (np.stack([cache.data[0][0][2047]])[None], np.array([2047], np.int32), np.zeros(1, np.int32))
+    for threads in (2, 3, 5, 16, 40):
+        done = []
+        for tid in range(threads):
+            pieces = aligned(np.full(selection.scratch[0].shape, np.nan, np.float32))
+            out = aligned(np.zeros((1, 3, 8), np.float32))
+            call([aligned(q), where, request, cache.pool, cache.table, pieces, out], (1, 1, 1), tid, threads)
+            done.append(np.isfinite(pieces.reshape(-1)).sum())
+        assert max(done) - min(done) <= sum(done) / 16 and (min(done) > 0 or threads > 16), done
 
 
 FAR = """
@@ -233,6 +282,50 @@ def test_an_infinite_value_reaches_only_rows_that_see_it():
     assert np.isfinite(result[:12]).all() and not np.isfinite(result[12:]).any()
 
 
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_a_row_of_codes_is_off_by_half_a_step(page_size):
+    """8-bit keys and values: the result is that of the rounded rows, and rounding is bounded by half of 1/127."""
+    cache = Cache(9, 3, 64, 64, dtype="i8", page_size=page_size, lengths=(70,))
+    rows = everything(cache)
+    result = cache.step(rows)
+    check(cache, result, rows)
+    q, k, v = cache.data[0]
+    for x in (k, v):
+        assert (np.abs(rounded(x, "i8") - x) <= np.abs(x).max(-1, keepdims=True) * (0.5 / 127 + 1e-6)).all()
+    exact = formula(q, k, v, range(70), cache.scaling, 0, 0.0)
+    assert 1e-4 < np.abs(result - exact).max() < 0.05 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("dtype", ["f16", "i8"])
+@pytest.mark.parametrize("length", [3, 21, 33])
+def test_blocks_whose_last_pages_are_not_there(length, dtype):
+    """A key block of 32 over pages of 16 or 8, some of which the request doesn't have yet; two heads share a key head,
+    so that as many vectors of keys as may be are multiplied together."""
+    for page_size in (8, 16):
+        cache = Cache(4, 2, 16, 16, dtype, page_size=page_size, key_block=32, lengths=(length,))
+        rows = everything(cache)
+        whole = cache.step(rows)
+        check(cache, whole, rows)
+        assert np.array_equal(cache.step(rows[-1:])[0], whole[-1])
+
+
+def test_codes_of_rows_at_the_edges():
+    """Rows of zeros, of subnormal numbers and of huge ones are kept; a row with an infinite value or a NaN is no number
+    to whom it may concern, and to nobody else."""
+    cache = Cache(dtype="i8", lengths=(20,))
+    _, k, v = cache.data[0]
+    k[3], v[4], v[5], v[6] = 0, 0, v[5] * 1e-41, v[6] * 1e30
+    rows = everything(cache)
+    check(cache, cache.step(rows), rows, 5e-6)
+    for part, bad in ((k, np.inf), (v, np.nan), (v, -np.inf)):
+        kept = part[12, 1, 3]
+        part[12, 1, 3] = bad
+        result = cache.step(rows)
+        assert np.isfinite(result[:12]).all() and np.isfinite(result[12:, :2]).all()
+        assert np.isnan(result[12:, 2:]).all()
+        part[12, 1, 3] = kept
+
+
 def test_bfloat16_keeps_nan_and_infinity():
     cache = Cache(dtype="bf16", lengths=(8,))
     cache.data[0][1][0].reshape(-1)[:2] = np.array([0x7F800001, 0x7F7FFFFF], np.uint32).view(np.float32)
@@ -246,16 +339,16 @@ def test_widths_that_do_not_fill_vectors_are_declined():
     assert attention.SELECT["attention"](Cache(width=12).spec) is None
 
 
-@pytest.mark.parametrize("window", [0, 5])
-def test_sinks(window):
-    """A head's sink takes its share of the softmax; chunked and alone it gives the same bits."""
-    cache = Cache(lengths=(23,), window=window, seed=3)
+@pytest.mark.parametrize("window, tokens", [(0, 23), (5, 23), (0, 280)])
+def test_sinks(window, tokens):
+    """A head's sink takes its share of the softmax; chunked, alone and shared by threads it gives the same bits."""
+    cache = Cache(lengths=(tokens,), window=window, seed=3, key_block=8)
     sinks = np.random.default_rng(1).normal(0, 3, 4).astype(np.float32)
-    plain = cache.expected(0, list(range(23)))
+    plain = cache.expected(0, list(range(tokens)))
     q, k, _ = cache.data[0]
     keys = rounded(k, cache.dtype).astype(np.float64)
     want = np.empty_like(plain)
-    for t in range(23):
+    for t in range(tokens):
         lo = max(0, t - window + 1) if window else 0
         for h in range(4):
             scores = keys[lo : t + 1, h // 2] @ q[t, h].astype(np.float64) * cache.scaling
@@ -270,8 +363,8 @@ def test_sinks(window):
         return run(attention, cache.spec, (*parts, *where, (cache.pool, cache.table), sinks), (len(positions), 1, 1),
                    threads)[0]
 
-    whole = step(list(range(23)))
+    whole = step(list(range(tokens)))
     np.testing.assert_allclose(whole, want, atol=2e-6)
-    assert np.array_equal(step(list(range(23)), 3), whole)
-    for p in range(23):
-        assert np.array_equal(step([p])[0], whole[p])
+    assert np.array_equal(step(list(range(tokens)), 3), whole)
+    for p in range(0, tokens, 9):
+        assert np.array_equal(step([p])[0], whole[p]) and np.array_equal(step([p], 4)[0], whole[p])

@@ -35,8 +35,10 @@ VNNI = "x86-64-v4+avx512vnni"
 X86 = ("x86-64-v2", "x86-64-v3", "x86-64-v3+avxvnni", "x86-64-v4", VNNI)
 EVERY = (*X86, "armv8-a")
 
-STATE = {"dtype": "f16", "kv_heads": 1, "max_pages": 4, "page_size": 4, "value_width": 16, "width": 16}
-ATTEND = STATE | {"heads": 2, "key_block": 16, "scaling": 0.25, "softcap": 0.0, "window": 0}
+STATE = {"dtype": "f16", "kv_heads": 1, "max_pages": 4, "page_size": 4, "scale": "", "value_width": 16, "width": 16}
+MERGE = {"heads": 2, "key_block": 16, "kv_heads": 1, "sinks": False, "slots": 9, "span": 32, "value_width": 16,
+         "width": 16, "window": 0}
+ATTEND = STATE | MERGE | {"scaling": 0.25, "softcap": 0.0}
 AS = lambda dtype: (("dtype", dtype),)
 BODY = (("cast", (0,), AS("f32")), ("exp", (1,), ()), ("pow", (2, 1), ()), ("cos", (3,), ()), ("cast", (4,), AS("f16")))
 SAMPLE = {
@@ -47,6 +49,7 @@ SAMPLE = {
     "halves": ("linears", {"rows": "T", "k": 40, "x": "f32", "weights": (("f16", 20),), "bias": (True,)}),
     "append": ("kv_append", STATE),
     "attend": ("attend", ATTEND),
+    "merge": ("attend_merge", MERGE),
     "group": ("group", {"body": BODY, "operands": (("f16", ("T", 24)),), "results": ("f16",), "shape": ("T", 24),
                         "yields": (5,)}),
     "norm": ("rms_norm", {"shape": ("T", 40), "eps": 1e-5}),
@@ -253,8 +256,8 @@ ATTENTION = [
     lambda: test_cpu_attention.test_formula_over_page_sizes_and_dtypes(3, "f16"),
     lambda: test_cpu_attention.test_shapes(8, 1, 24, 40, 8), lambda: test_cpu_attention.test_shapes(5, 1, 8, 48, 16),
     lambda: test_cpu_attention.test_shapes(9, 3, 64, 64, 32), lambda: test_cpu_attention.test_windows(17, 16),
-    lambda: test_cpu_attention.test_bits_over_threads_chunks_and_batches(11, 3, 3),
-    lambda: test_cpu_attention.test_sinks(5),
+    lambda: test_cpu_attention.test_bits_over_threads_chunks_and_batches(11, 3, 3, "i8"),
+    lambda: test_cpu_attention.test_bits_over_spans(3, 1, 0, 0.0, 16, "f16"), lambda: test_cpu_attention.test_sinks(5, 23),
 ]  # fmt: skip
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from cpu_kernel import aligned
 
-from adaptc.backends.cpu.cache import KernelCache, cache_key, default_folder
 from adaptc.backends.cpu.codegen import CODEGEN, compile_texts
 from adaptc.backends.cpu.context import CYCLES, DRIVER_OBJECT, RUN, STEP, WORKER
 from adaptc.backends.cpu.driver_kernel import driver_text
@@ -23,6 +22,7 @@ from adaptc.backends.cpu.launch import Library
 from adaptc.backends.cpu.levels import LEVELS, level_of
 from adaptc.backends.cpu.toolchain import compile_mlir
 from adaptc.backends.cpu.worker import Worker
+from adaptc.content_cache import ContentCache
 from adaptc.errors import AdaptcError, OptionError
 from adaptc.protocol import KernelSpec
 
@@ -201,12 +201,12 @@ def texts(count: int) -> dict[tuple[str, str], str]:
 
 def test_workers_do_not_change_bytes(tmp_path):
     seen = []
-    one = compile_texts(texts(5), LEVEL, workers=1, cache=KernelCache(tmp_path / "a"))
+    one = compile_texts(texts(5), LEVEL, workers=1, cache=ContentCache(tmp_path / "a"))
     two = compile_texts(
         texts(5),
         LEVEL,
         workers=2,
-        cache=KernelCache(tmp_path / "b"),
+        cache=ContentCache(tmp_path / "b"),
         progress=lambda done, total: seen.append((done, total)),
     )
     assert one == two and list(one) == list(two) == sorted(one)
@@ -214,7 +214,7 @@ def test_workers_do_not_change_bytes(tmp_path):
 
 
 def test_cache_hit_miss_and_damage(tmp_path, monkeypatch):
-    cache = KernelCache(tmp_path)
+    cache = ContentCache(tmp_path)
     made = []
     monkeypatch.setattr(Worker, "compile", lambda self, s, t, v, do=Worker.compile: made.append(s) or do(self, s, t, v))
     first = compile_texts(texts(2), LEVEL, cache=cache)
@@ -233,26 +233,10 @@ def test_cache_hit_miss_and_damage(tmp_path, monkeypatch):
     assert len(made) == 6
 
 
-def test_cache_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    cache = KernelCache(tmp_path / "file" / "below")
-    cache.put(cache_key("x"), b"content")
-    assert cache.get(cache_key("x")) is None
-
-
-def test_cache_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("ADAPTC_CACHE", raising=False)
-    assert default_folder() == tmp_path / "adaptc" / "kernels"
-    monkeypatch.setenv("ADAPTC_CACHE", str(tmp_path / "mine"))
-    assert default_folder() == tmp_path / "mine" / "kernels"
-    assert cache_key("ab", "c") != cache_key("a", "bc")
-
-
 def test_a_kernel_that_fails_is_named(tmp_path):
     bad = {**texts(2), ("bad.o", "bad"): elementwise("bad", "%y = arith.addf %x, %w : vector<8xf32>")}
     with pytest.raises(AdaptcError, match="(?s)kernel bad: .*undeclared SSA"):
-        compile_texts(bad, LEVEL, workers=2, cache=KernelCache(tmp_path))
+        compile_texts(bad, LEVEL, workers=2, cache=ContentCache(tmp_path))
 
 
 def test_a_kernel_that_ends_the_compiler_is_named(tmp_path):
@@ -264,12 +248,12 @@ def test_a_kernel_that_ends_the_compiler_is_named(tmp_path):
     llvm.store %r, %p : vector<16xf32>, !llvm.ptr
     """
     with pytest.raises(AdaptcError, match="kernel wide: the compiler process ended"):
-        compile_texts({("wide.o", "wide"): elementwise("wide", body, "%x")}, LEVEL, cache=KernelCache(tmp_path))
+        compile_texts({("wide.o", "wide"): elementwise("wide", body, "%x")}, LEVEL, cache=ContentCache(tmp_path))
 
 
 def test_a_kernel_must_define_its_symbol(tmp_path):
     with pytest.raises(AdaptcError, match="kernel other: its text defines no"):
-        compile_texts({("k.o", "other"): TWICE}, LEVEL, cache=KernelCache(tmp_path))
+        compile_texts({("k.o", "other"): TWICE}, LEVEL, cache=ContentCache(tmp_path))
 
 
 def test_interrupt_stops_workers(tmp_path):
@@ -278,7 +262,7 @@ def test_interrupt_stops_workers(tmp_path):
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        compile_texts(texts(400), LEVEL, workers=2, cache=KernelCache(tmp_path))
+        compile_texts(texts(400), LEVEL, workers=2, cache=ContentCache(tmp_path))
         time.sleep(10)
     timer.join()
     assert _children() == before

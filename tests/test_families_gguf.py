@@ -124,8 +124,10 @@ UNREAD = {
                                    "expert_feed_forward_length": 96, "rope.scaling.type": "yarn",
                                    "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
                    gpt_oss, "GPT_OSS"),
+    "phi3, a part turned": Row("phi3", "phi3", WIDE | families.rope("default", partial_rotary_factor=0.5), {
+        "attention.sliding_window": 0, "rope.dimension_count": 64, "rope.scaling.original_context_length": 64}),
 }
-"""Architectures that it doesn't read, or fails to."""
+"""Architectures that it doesn't read, fails to, or makes another model of."""
 
 
 def write(path: Path, row: Row, model, formats: Mapping[str, str] = {}, metadata: Mapping[str, Any] = {}) -> Path:
@@ -196,6 +198,22 @@ def test_as_transformers_reads_the_file(name, tmp_path):
     for layer in model.model.layers if name == "gemma2" else ():
         layer.self_attn.scaling = 128**-0.5  # the reader leaves the 9B model's
     assert not check(path, model, seed).format_notes
+
+
+def test_verified_against_transformers(tmp_path):
+    """Experts of packed halves; neither file nor folder brings a tokenizer."""
+    row = ROWS["qwen3moe"]
+    model = families.build(row.model_type, row.keys, 1)
+    path = write(tmp_path / "m.gguf", row, model, {r"ffn_(gate|up)_exps": "q4_0", r"attn_q\.": "q8_0"})
+    model.save_pretrained(tmp_path / "m")
+    for number, source in enumerate((path, tmp_path / "m")):
+        families.compile_family(source, tmp_path / f"{number}.adapt")
+        report = verify(tmp_path / f"{number}.adapt", levels=(), against=str(source), seed=1)
+        assert report.passed and len(report.depths) == 3, report.levels
+    other = families.build(row.model_type, row.keys, 2)
+    other.save_pretrained(tmp_path / "m", state_dict={k: v for k, v in other.state_dict().items() if "norm" not in k})
+    with pytest.raises(UnsupportedError, match="by itself: it finds nothing for 'model.layers.0.input_layernorm.weight'"):
+        verify(tmp_path / "1.adapt", levels=(), against=str(tmp_path / "m"))
 
 
 @pytest.mark.parametrize("name", UNREAD)
@@ -269,6 +287,9 @@ def test_what_is_packed_stays_packed(name, tmp_path):
     ("gpt-oss", {"rope.scaling.type": None, "rope.scaling.factor": None, "rope.scaling.original_context_length": None},
      "doesn't say how rotary positions are scaled"),
     ("gpt-oss", {"expert_feed_forward_length": 32}, "can only read models where both agree"),
+    ("qwen2", {"rope.dimension_count": 64}, "heads of 128 columns; .* whose rope turns all of them"),
+    ("qwen3", {"rope.dimension_count": 64}, "heads of 128 columns; .* whose rope turns all of them"),
+    ("phi3", {"rope.dimension_count": 63}, "heads of 128 columns; .* whose rope turns an even part of them"),
     ("qwen3moe", {"expert_count": 8}, "expert_count is 8, and the tensors have 4"),
     ("qwen3moe", {"expert_count": None}, "has the wrong type or is missing"),
     ("qwen3moe", {"expert_used_count": 5}, "expert_used_count is more than expert_count"),

@@ -26,7 +26,8 @@ class Planted(Exception):
     pass
 
 
-@pytest.fixture(scope="module", params=[{"activations": "f32"}, {"activations": "int8"}], ids=["f32", "int8"])
+@pytest.fixture(scope="module", params=[{"activations": "f32"}, {"activations": "int8"}, {"activations": "int8", "kv": "int8"}],
+                ids=["f32", "int8", "int8-kv"])
 def artifacts(request, tmp_path_factory) -> dict[int, Path]:
     """One model by page size. Layers alternate between a window of 16 and none."""
     folder = tmp_path_factory.mktemp("laws")

@@ -496,14 +496,24 @@ def plain_attention(q, k, v, *, scaling, window, softcap):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v).numpy()
 
 
-@pytest.mark.parametrize("dtype", ("f32", "f16", "bf16"))
+def test_codes_are_a_127th_of_their_rows_largest_value_apart():
+    rows = np.array([[[254, -127, 1, 3]], [[0, 0, 0, 0]], [[1e-44, 0, 0, -1e-44]], [[1, np.inf, 0, 0]]], np.float32)
+    got = store(rows, "i8", "f32")
+    assert got[:2].tolist() == [[[254, -128, 0, 4]], [[0, 0, 0, 0]]]  # ties go to even codes
+    assert np.isfinite(got[2]).all() and np.isnan(got[3]).all()
+    many = np.random.default_rng(0).normal(size=(50, 2, 8)).astype(np.float32)
+    assert (np.abs(store(many, "i8", "f32") - many) <= np.abs(many).max(-1, keepdims=True) * (0.5 / 127 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("dtype", ("f32", "f16", "bf16", "i8"))
 @pytest.mark.parametrize("window,softcap", [(0, 0.0), (3, 0.0), (0, 2.0), (1, 2.0)])
 @pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (4, 1)])
 def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window, softcap, dtype):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(9, h, d)).astype(np.float32) * 2 for h, d in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     attrs = {"scaling": 0.4, "window": window, "softcap": softcap}
-    spec = StateSpec((("k", kv_heads, 8), ("v", kv_heads, 6)), dtype, window, 0, 0, 0)
+    scale = "f32" if dtype == "i8" else ""
+    spec = StateSpec((("k", kv_heads, 8), ("v", kv_heads, 6)), dtype, window, 0, 0, 0, scale)
 
     def run(cuts: list[int]) -> np.ndarray:
         state, pieces = RowState(spec), []
@@ -514,7 +524,7 @@ def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window
         return np.concatenate(pieces)
 
     whole = run([])
-    np.testing.assert_allclose(whole, plain_attention(q, store(k, dtype), store(v, dtype), **attrs), rtol=1e-5,
+    np.testing.assert_allclose(whole, plain_attention(q, store(k, dtype, scale), store(v, dtype, scale), **attrs), rtol=1e-5,
                                atol=1e-6)
     np.testing.assert_array_equal(run([1, 2, 7]), whole)
 

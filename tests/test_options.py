@@ -22,7 +22,7 @@ def test_weight_choices_are_the_formats_ones():
 @pytest.mark.parametrize("options,message", [
     ({"weights": "int3"}, "unknown value for weights 'int3'; valid values are: auto, f32, bf16, int8, int4."),
     ({"activations": "bf16"}, "unknown value for activations 'bf16'; valid values are: f32, int8."),
-    ({"kv": "int8"}, "unknown value for kv 'int8'; valid values are: auto, f32, f16, bf16."),
+    ({"kv": "fp8"}, "unknown value for kv 'fp8'; valid values are: auto, f32, f16, bf16, int8."),
     ({"kv": None}, "unknown value for kv None"),
     ({"page_size": 0}, "page_size must be an integer from 1 to 2147483647, got 0."),
     ({"page_size": True}, "page_size must be an integer from 1 to 2147483647, got True."),
@@ -40,7 +40,7 @@ def test_refused(options, message):
 
 
 @pytest.mark.parametrize("kv,activations,dtype", [
-    ("auto", "f32", "f32"), ("auto", "int8", "f16"), ("bf16", "int8", "bf16"), ("f32", "int8", "f32"),
+    ("auto", "f32", "f32"), ("auto", "int8", "f16"), ("bf16", "int8", "bf16"), ("f32", "int8", "f32"), ("int8", "f32", "int8"),
 ])
 def test_cache_dtype_follows_activations_unless_said(kv, activations, dtype):
     assert CompileOptions(kv=kv, activations=activations).kv_dtype == dtype

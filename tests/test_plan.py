@@ -42,6 +42,8 @@ def test_json_round_trips():
 
 def test_derived_facts():
     assert PLAN.states[0].token_bytes() == 2 * (8 + 6)
+    coded = replace(PLAN.states[0], dtype="i8", scale="f32")
+    assert coded.token_bytes() == sum(p.heads * (p.width + 4) for p in coded.parts)
     assert [op.op for op in PLAN.operators()] == ["embedding"]
 
 

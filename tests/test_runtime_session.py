@@ -176,6 +176,22 @@ def test_streams(text):
         text.stream([])
 
 
+def test_a_tokenizer_waits_until_text_is_asked_for(text):
+    """Tokens come first where prompts are token ids: a large vocabulary takes longer than everything else."""
+    stream = text.stream([2, 3, 4], max_tokens=6, ignore_eos=True)
+    while text.engine.active:
+        text._pump()
+    assert "tokenizer" not in vars(text)
+    assert "".join(stream) == stream.result.text == text.tokenizer.decode(stream.result.token_ids) != ""
+
+
+def test_stop_strings_end_token_prompts_at_once(text):
+    whole = text.generate([2, 3, 4], max_tokens=12, ignore_eos=True)
+    stopped = text.generate([2, 3, 4], max_tokens=12, ignore_eos=True, stop=whole.text[4:6])
+    assert stopped.finish_reason == "stop" and stopped.text == whole.text[: whole.text.index(whole.text[4:6])]
+    assert len(stopped.token_ids) < len(whole.token_ids)
+
+
 def test_streams_run_side_by_side(text):
     prompts = ["#$", "(", "+,-"]
     whole = [text.generate(p, max_tokens=10, ignore_eos=True).text for p in prompts]
@@ -354,6 +370,8 @@ def test_the_runtime_runs_without_the_compiler(tmp_path):
         from runtime_fake import FakeLauncher
         session.launcher = lambda name: FakeLauncher()
         with session.load({str(out)!r}, threads=1) as loaded:
+            loaded.score([0, 4, 5])
+            assert "jinja2" not in sys.modules and "tokenizers" not in sys.modules
             print(loaded.generate([{{"role": "user", "content": "#$"}}], 4, ignore_eos=True).token_ids)
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import families
 import pytest
 import torch
 from tiny_gguf import write
@@ -31,6 +32,54 @@ GEMMA3 = dict(
     rope_local_base_freq=10000.0, rope_theta=1000000.0, rope_scaling=None, sliding_window=8, torch_dtype="bfloat16",
     sliding_window_pattern=2, use_bidirectional_attention=False, use_cache=True, transformers_version="4.55.0",
 )
+
+
+STATED = {
+    "gpt2": dict(n_ctx=64, resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1, summary_type="cls_index",
+                 task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}),
+    "opt": dict(activation_dropout=0.0, dropout=0.1, init_std=0.02, layerdrop=0.0, prefix="</s>",
+                _remove_final_layer_norm=False),
+    "gpt_neox": dict(rotary_emb_base=10000, use_parallel_residual=True, classifier_dropout=0.1),
+    "starcoder2": dict(activation_function="gelu", attention_softmax_in_fp32=True, embedding_dropout=0.1,
+                       layer_norm_epsilon=1e-5, norm_epsilon=1e-5, mlp_type="default", norm_type="layer_norm",
+                       residual_dropout=0.1, scale_attention_softmax_in_fp32=True, scale_attn_weights=True),
+    "deepseek_v2": dict(aux_loss_alpha=0.001, auto_map={"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, ep_size=1,
+                        moe_layer_freq=1, scoring_func="softmax", seq_aux=True, norm_topk_prob=False, pretraining_tp=1),
+    "deepseek_v3": dict(aux_loss_alpha=0.001, ep_size=1, moe_layer_freq=1, scoring_func="sigmoid", seq_aux=True,
+                        topk_method="noaux_tc", num_nextn_predict_layers=1),
+    "cohere2": dict(order_of_interleaved_layers="local_attn_first", position_embedding_type="rope_gptj", rotary_pct=1.0,
+                    use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True,
+                    use_parallel_embedding=True, cache_implementation="hybrid"),
+    "gpt_oss": dict(experts_per_token=2, initial_context_length=16, swiglu_limit=7.0, router_aux_loss_coef=0.9),
+    "gemma2": dict(cache_implementation="hybrid", hidden_act="gelu_pytorch_tanh", sliding_window_size=8),
+    "phi3": dict(auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}, original_max_position_embeddings=64,
+                 attention_bias=False, embd_pdrop=0.0),
+    "qwen2": dict(use_mrope=False),
+    "smollm3": dict(max_window_layers=28, pretraining_tp=2, use_sliding_window=False),
+}
+"""What the published files of families state beside what transformers writes."""
+
+
+def family(name):
+    from transformers import AutoConfig
+
+    row = families.FAMILIES[name]
+    return json.loads(AutoConfig.for_model(row.model_type, **row.keys).to_json_string()) | STATED[name]
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_what_published_files_state_is_accounted_for(tmp_path, name):
+    traced(tmp_path, family(name)).check()
+
+
+@pytest.mark.parametrize("name, key, value", [
+    ("gpt2", "n_ctx", 32), ("starcoder2", "norm_type", "rms_norm"), ("deepseek_v2", "moe_layer_freq", 2),
+    ("deepseek_v3", "scoring_func", "softmax"), ("cohere2", "use_parallel_block", False),
+    ("gpt_oss", "experts_per_token", 4), ("gemma2", "hidden_act", "silu"),
+])
+def test_it_is_an_error_where_it_states_another_model(tmp_path, name, key, value):
+    with pytest.raises(InputError, match=f"reads '{key}' of the configuration"):
+        traced(tmp_path, family(name) | {key: value}).check()
 
 
 def traced(folder, config):

@@ -51,7 +51,7 @@ def artifact(folder, model) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(folder, model) -> Path:
-    adaptc.compile(model, "cpu", output=folder / "int8.adapt", weights="int8", kv="f16", **planted.SIZES)
+    adaptc.compile(model, "cpu", output=folder / "int8.adapt", weights="int8", kv="int8", **planted.SIZES)
     return folder / "int8.adapt"
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from adaptc import packages
 from adaptc.backends.cpu import kernels as kernel_modules
-from adaptc.backends.cpu.cache import KernelCache, cache_key, default_folder
 from adaptc.backends.cpu.context import DRIVER_OBJECT, RUN
 from adaptc.backends.cpu.driver_kernel import driver_text
 from adaptc.backends.cpu.elf import read_object
@@ -23,6 +22,7 @@ from adaptc.backends.cpu.kernels.base import Family
 from adaptc.backends.cpu.levels import LEVELS, NATIVE, level_of, native_level
 from adaptc.backends.cpu.toolchain import check_host, toolchain_version
 from adaptc.backends.cpu.worker import Worker
+from adaptc.content_cache import ContentCache, cache_key
 from adaptc.errors import AdaptcError, one_of
 from adaptc.formats import WeightFormat
 from adaptc.protocol import KernelSpec, OpSpec, Probe, Selection
@@ -165,14 +165,14 @@ def compile_texts(
     *,
     workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
-    cache: KernelCache | None = None,
+    cache: ContentCache | None = None,
 ) -> dict[str, bytes]:
     """Objects by file name from MLIR texts by (file name, symbol that the object must export).
 
     What the cache holds is taken from there; the rest is compiled by up to ``workers`` processes. Names, order and
     bytes of the result don't depend on either.
     """
-    cache = cache or KernelCache(default_folder())
+    cache = cache or ContentCache.named("kernels")
     level = level_of(level).name
     version = toolchain_version()
     keys = {name: cache_key(text, level, version) for name, text in texts.items()}
@@ -189,6 +189,8 @@ def compile_texts(
             cache.put(keys[name], data)
             done += 1
             report(done, len(texts))
+    if missing:
+        cache.trim()
     return {file: objects[file, symbol] for file, symbol in sorted(objects)}
 
 

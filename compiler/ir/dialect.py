@@ -122,6 +122,8 @@ def to_type(spec: TensorSpec | StateSpec, tile: str = "") -> ir.Type:
     """The MLIR type of a spec; ``tile`` names the order a backend packs a weight in (layout stage)."""
     if isinstance(spec, StateSpec):
         contract = {"kind": "rows", "parts": spec.parts, "dtype": spec.dtype, "window": spec.window}
+        if spec.scale:
+            contract["scale"] = spec.scale
         if spec.page_size:
             contract |= {"page_size": spec.page_size, "key_block": spec.key_block, "max_pages": spec.max_pages}
         return ir.Type.parse(f"!adaptc.state<{to_attr(contract)}>")
@@ -143,15 +145,21 @@ def to_spec(kind: ir.Type) -> TensorSpec | StateSpec:
 
 @cache
 def _parse_spec(text: str) -> TensorSpec | StateSpec:
-    with context():
+    with _reader():
         return _spec_of(ir.Type.parse(text), text)
+
+
+@cache
+def _reader() -> ir.Context:
+    """One context for reading types: making one takes 5 ms."""
+    return context()
 
 
 def _spec_of(kind: ir.Type, text: str) -> TensorSpec | StateSpec:
     if text.startswith("!adaptc.state<"):
         c = _inner(text, "!adaptc.state")
         return StateSpec(c["parts"], c["dtype"], c["window"], c.get("page_size", 0), c.get("key_block", 0),
-                         c.get("max_pages", 0))
+                         c.get("max_pages", 0), c.get("scale", ""))
     if not isinstance(kind, ir.RankedTensorType):
         raise LegalityError(f"type {text} is neither a ranked tensor nor a state.")
     tensor = ir.RankedTensorType(kind)
@@ -177,8 +185,12 @@ def _spec_of(kind: ir.Type, text: str) -> TensorSpec | StateSpec:
 
 def tile_of(kind: ir.Type) -> str:
     """The packing order a weight's type states, "" before the layout stage."""
-    text = str(ir.RankedTensorType(kind).encoding)
-    if not text.startswith("#adaptc.packed<"):
+    return _parse_tile(str(ir.RankedTensorType(kind).encoding))
+
+
+@cache
+def _parse_tile(encoding: str) -> str:
+    if not encoding.startswith("#adaptc.packed<"):
         return ""
-    with kind.context:
-        return _inner(text, "#adaptc.packed").get("tile", "")
+    with _reader():
+        return _inner(encoding, "#adaptc.packed").get("tile", "")

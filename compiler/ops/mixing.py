@@ -10,9 +10,17 @@ from adaptc.ops.table import REQUIRED, OpRow, context_symbol, expect, scaled, si
 from adaptc.protocol import StateSpec, TensorSpec
 
 
-def store(values: np.ndarray, dtype: str) -> np.ndarray:
-    """``values`` rounded to the dtype a state keeps them in, back as float32."""
-    return rounded(values, dtype).astype(np.float32)
+def store(values: np.ndarray, dtype: str, scale: str = "") -> np.ndarray:
+    """``values`` rounded to what a state keeps them in, back as float32. With a ``scale``, each row (the last axis)
+    is codes from -127 to 127 of its largest value; a row with a value that is infinite or not a number has no codes,
+    and none of its values is a number."""
+    if not scale:
+        return rounded(values, dtype).astype(np.float32)
+    rows = values.astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        scales = rounded(np.abs(rows).max(-1, keepdims=True) / np.float32(127), scale).astype(np.float32)
+        coded = (scales > 0) & np.isfinite(scales)
+        return np.where(coded, np.rint(rows / scales).clip(-127, 127), np.float32(0)) * scales
 
 
 class RowState:
@@ -25,7 +33,7 @@ class RowState:
     def append(self, request: int, position: int, parts) -> None:
         table = self.rows.setdefault(request, [{} for _ in self.spec.parts])
         for rows, value in zip(table, parts):
-            rows[position] = store(value, self.spec.dtype)
+            rows[position] = store(value, self.spec.dtype, self.spec.scale)
 
     def read(self, request: int, lo: int, hi: int) -> list[np.ndarray]:
         """Rows of positions lo..hi-1 of each part, [hi - lo, heads, width]."""

@@ -56,7 +56,7 @@ def _bytes(spec: TensorSpec | StateSpec, packed: PackedBytes) -> Form:
 
 def _state_bytes(spec: StateSpec, appends: bool) -> Form:
     """The rows that the step's tokens append, and the context rows that each request reads."""
-    row_bytes = sum(heads * width for _, heads, width in spec.parts) * DTYPE_BYTES[spec.dtype]
+    row_bytes = spec.token_bytes()
     read = {f"R*{context_symbol(spec.window)}": row_bytes}
     return added({"T": row_bytes}, read) if appends else read
 

@@ -71,7 +71,7 @@ class _Emitter:
 
     def _state(self, name: str, spec: StateSpec) -> State:
         parts = tuple(StatePart(*part) for part in spec.parts)
-        return State(name, "rows", self._group(spec), spec.dtype, spec.window, parts)
+        return State(name, "rows", self._group(spec), spec.dtype, spec.window, parts, spec.scale)
 
     def groups(self) -> tuple[CacheGroup, ...]:
         members: dict[str, list[State]] = {}

@@ -23,6 +23,8 @@ class ConfigReads:
 
     def __init__(self, given: Mapping[str, Any], config: Any, place: str, waiver: Waiver):
         self.given, self.place, self.waiver = given, place, waiver
+        self._values = dict(leaves(given))
+        self._always = waivers.ALWAYS.get(given.get("model_type", ""), {})
         self.read: set[str] = set()
         self._declared = dict(type(config).attribute_map)
         self._layer_types = getattr(config, "layer_types", None)
@@ -30,8 +32,8 @@ class ConfigReads:
 
     def unread_keys(self) -> tuple[str, ...]:
         """Given keys that are neither read, under any of their names, nor waived (``adaptc.models.waivers``, or by the
-        caller), nor say what the configuration class says by itself."""
-        return tuple(key for key, _ in leaves(self.given) if not self._accounted(key) and not self.waiver.covers(key))
+        caller), nor say what the configuration class says by itself, or what a key that is accounted for says."""
+        return tuple(key for key in self._values if not self._accounted(key) and not self.waiver.covers(key))
 
     def check(self) -> None:
         """UnusedError naming the keys that nothing has read."""
@@ -45,13 +47,21 @@ class ConfigReads:
             )
 
     def _accounted(self, key: str) -> bool:
-        if waivers.reason(waivers.CONFIG, key) or self._default(key):
+        if waivers.reason(waivers.CONFIG, key) or self._default(key) or self._stated(key):
             return True
         return any(self._canonical(name) in self.read or self._idle(name) for name in waivers.aliases(key))
 
     def _default(self, key: str) -> bool:
         """Whether the value is the class's own default: leaving the key out would make no difference."""
         return key in self.given and getattr(self._defaults, key, _MISSING) == self.given[key]
+
+    def _stated(self, key: str) -> bool:
+        """Whether the value is what the class always does, or what another key says that is accounted for."""
+        value = self._values[key]
+        if key in self._always:
+            return self._always[key] == value
+        return any(self._values.get(other, _MISSING) == value and self._accounted(other)
+                   for other in waivers.REPEATED.get(key, ()))
 
     def _idle(self, key: str) -> bool:
         """Whether only layers of a type that the model doesn't have would read ``key``."""

@@ -23,6 +23,7 @@ from adaptc.sources.tensor import SourceTensor, locate
 from adaptc.sources.waiver import Waiver, way_on
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_TURNED = "rope.dimension_count"
 _COUNTS = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "rope.dimension_count",
            "feed_forward_length", "expert_count", "expert_used_count", "expert_feed_forward_length",
            "expert_shared_feed_forward_length")
@@ -43,6 +44,7 @@ class GgufSource(Source):
         self.name = path.name
         file = read_gguf(path)
         self.metadata: Mapping[str, Any] = file.metadata
+        self._header = file.header
         self._check_type()
         self._check_parts()
         self.architecture = self._architecture()
@@ -57,7 +59,6 @@ class GgufSource(Source):
             if found is not None:
                 self.tensors[stored.name] = found
         self._join_halves()
-        self.unread = self._rules.unread
 
     @cached_property
     def config(self) -> Any:
@@ -68,6 +69,11 @@ class GgufSource(Source):
             return CONFIG_MAPPING[self._rules.model_type](**given)
         except Exception as error:  # validation errors of transformers share no narrower class
             raise InputError(f"the metadata of {self.name} make no valid configuration: {error}") from error
+
+    @cached_property
+    def unread(self) -> str:
+        partly = "it turns whole heads, and the file says that rope turns a part" if self._rules.turned in self._given else ""
+        return self._rules.unread or partly
 
     def given_config(self) -> Mapping[str, Any]:
         return self._given
@@ -94,7 +100,11 @@ class GgufSource(Source):
             add=next((add for pattern, add in self._rules.offsets.items() if re.search(pattern, parameter)), 0.0),
         )
 
-    def text(self) -> text.TextBundle:
+    def description(self) -> tuple[memoryview, ...]:
+        """The file's header, metadata and tensor table."""
+        return (self._header,)
+
+    def read_text(self) -> text.TextBundle:
         return text.gguf_bundle(self.architecture, self.metadata, self.name)
 
     @cached_property
@@ -177,8 +187,22 @@ class GgufSource(Source):
             given.setdefault("vocab_size", len(tokens))
         given.setdefault("vocab_size", self.tensors["token_embd.weight"].shape[0])
         given |= self._rules.derived(own)
+        given |= self._turned(own, names)
         rope = self._rope_scaling(own)
         return given | ({"rope_scaling": rope} if rope else {})
+
+    def _turned(self, own: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[str, float]:
+        """The share of a head's columns that rope turns, where the metadata say another than all and nothing else takes
+        them from there."""
+        width = own.get("attention.key_length", own["embedding_length"] // own["attention.head_count"])
+        turned = own.get(_TURNED, width)
+        if turned == width or names.get(_TURNED):
+            return {}
+        if not self._rules.turned or turned > width or turned % 2:
+            raise UnsupportedError(f"{self.name} has {self.architecture}.{_TURNED} = {turned}, and heads of {width} columns; "
+                                   f"adaptc reads models of this architecture whose rope turns "
+                                   f"{'an even part' if self._rules.turned else 'all'} of them.")
+        return {self._rules.turned: turned / width}
 
     def _config_names(self) -> dict[str, str | None]:
         return {**_transformers_table(self._rules.reader or self.architecture), **self._rules.keys}

@@ -40,11 +40,12 @@ class StoredTensor:
 @dataclass(frozen=True)
 class GgufFile:
     """A file's metadata (scalars as Python values, arrays of strings as lists, of numbers as numpy arrays), its tensor
-    table, and its bytes, memory-mapped."""
+    table, its bytes, memory-mapped, and those of them before the tensors' own."""
 
     metadata: Mapping[str, Any]
     tensors: tuple[StoredTensor, ...]
     data: np.ndarray
+    header: memoryview
 
 
 class _Cursor:
@@ -125,7 +126,8 @@ def read_gguf(path: Path) -> GgufFile:
     tensor_count = cursor.count(24, "tensors")
     metadata = _metadata(cursor)
     tensors = _tensor_table(cursor, tensor_count)
-    return GgufFile(metadata, _placed(cursor, tensors, metadata.get("general.alignment", 32)), data)
+    placed = _placed(cursor, tensors, metadata.get("general.alignment", 32))
+    return GgufFile(metadata, placed, data, cursor.data[: cursor.at])
 
 
 def _check_version(cursor: _Cursor) -> None:

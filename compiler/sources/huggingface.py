@@ -14,6 +14,7 @@ from adaptc.sources import text
 from adaptc.sources.accounting import leaves
 from adaptc.sources.binding import Binding
 from adaptc.sources.conversion import ConvertedTensor, converted
+from adaptc.sources.derived import python_files
 from adaptc.sources.gguf_file import map_bytes
 from adaptc.sources.source import Source
 from adaptc.sources.tensor import SourceTensor, locate
@@ -24,6 +25,9 @@ _TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt",
 )
+_DESCRIBING = (".jinja", ".json", ".model", ".txt")
+"""Suffixes of the files that transformers reads configurations and tokenizers from."""
+
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 ADAPTER = "adapter_config.json"
@@ -58,13 +62,19 @@ class HuggingFaceSource(Source):
         self._check_config()
         self._shards = self._list_shards()
         self._stored: dict[str, SourceTensor] = {}
+        self._headers: list[str] = []
         for shard, expected in self._shards.items():
             self._add_shard(folder / shard, expected)
 
     @cached_property
     def tensors(self) -> Mapping[str, SourceTensor | ConvertedTensor]:
         """As transformers' classes have them: see ``conversion``."""
-        return converted(self._stored, (*(self._given.get("architectures") or ()), self._given["model_type"]))
+        if (kept := self.derived.get("tensors")) is not None:
+            return {name: self._stored[stored] for name, stored in json.loads(kept).items()}
+        found = converted(self._stored, (*(self._given.get("architectures") or ()), self._given["model_type"]))
+        if all(isinstance(tensor, SourceTensor) for tensor in found.values()):  # else transformers moves the elements
+            self.derived.put("tensors", json.dumps({name: tensor.name for name, tensor in found.items()}).encode())
+        return found
 
     @cached_property
     def config(self) -> Any:
@@ -102,7 +112,20 @@ class HuggingFaceSource(Source):
         short = parameter.partition(".")[2]
         return Binding(parameter if parameter in self.tensors or short not in self.tensors else short)
 
-    def text(self) -> text.TextBundle:
+    def description(self) -> list[str | bytes] | None:
+        """Every file that isn't weights, the weights' headers, and the folder's own code if it may run."""
+        if self.trust_remote_code and "--" in json.dumps(self._given.get("auto_map")):
+            return None  # code in another repository
+        parts: list[str | bytes] = [*self._headers]
+        try:
+            for path in sorted(self.folder.iterdir()):
+                if path.suffix in _DESCRIBING and path.is_file():
+                    parts += (path.name, path.read_bytes())
+            return [*parts, *(python_files(self.folder) if self.trust_remote_code else ())]
+        except OSError as error:
+            raise InputError(f"{error.filename} can't be read: {error.strerror or error}.") from error
+
+    def read_text(self) -> text.TextBundle:
         """From transformers' tokenizer of the folder; empty when it has none."""
         if not any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             return text.TextBundle()
@@ -182,6 +205,7 @@ class HuggingFaceSource(Source):
 
     def _add_shard(self, path: Path, expected: set[str] | None) -> None:
         header, start, data = _read_safetensors(path)
+        self._headers += (path.name, json.dumps(header))
         missing = sorted((expected or set()) - set(header))
         if missing:
             raise InputError(f"{path.name} of {self.name} lacks the tensor {missing[0]!r} that the index places there.")

@@ -58,7 +58,10 @@ class ModuleSource(Source):
     def supplier(self, parameter: str) -> Binding:
         return Binding(parameter)
 
-    def text(self) -> TextBundle:
+    def description(self) -> None:
+        return None
+
+    def read_text(self) -> TextBundle:
         return TextBundle()
 
     def module(self) -> Any:

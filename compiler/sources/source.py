@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from adaptc.errors import InputError
 from adaptc.formats import FORMATS, WeightFormat
 from adaptc.sources.accounting import ConfigReads, leaves, recorded_reads
 from adaptc.sources.binding import Binding, bind, listed, unused
+from adaptc.sources.derived import Derived
 from adaptc.sources.tensor import SourceTensor, check_finite
 from adaptc.sources.text import TextBundle
 from adaptc.sources.waiver import Waiver
@@ -66,8 +68,27 @@ class Source(ABC):
         """Which tensor a parameter of transformers' module comes from, whether or not it exists."""
 
     @abstractmethod
+    def description(self) -> Iterable[str | bytes | memoryview] | None:
+        """All that the files say but the values of weights, byte for byte; None when the model is more than that."""
+
+    @abstractmethod
+    def read_text(self) -> TextBundle:
+        """Tokenizer, chat template and stop tokens, made by transformers from the files."""
+
     def text(self) -> TextBundle:
         """Tokenizer, chat template and stop tokens."""
+        if (kept := self.derived.get("text")) is not None:
+            return TextBundle.from_bytes(kept)
+        text = self.read_text()
+        self.derived.put("text", text.to_bytes())
+        return text
+
+    @cached_property
+    def derived(self) -> Derived:
+        """What has been made of this model before."""
+        options = json.dumps([self.trust_remote_code, self.waiver.patterns])
+        description = self.description()
+        return Derived.of(None if description is None else (self.kind, options, *description))
 
     def module(self) -> Any:
         """The authors' module without weights, if the source has one; None when it is built from ``config``."""
@@ -107,6 +128,20 @@ class Source(ABC):
         rows = binding.rows(tensor.shape[0])
         return format, codes if rows is None else blocks.take_rows(codes, rows)
 
+    def stored(self) -> dict[str, SourceTensor]:
+        """The files' own tensors, by name: those that ``tensors`` are, or are made of."""
+        parts = [part for tensor in self.tensors.values() for part in getattr(tensor, "parts", (tensor,))]
+        return {tensor.name: tensor for tensor in parts}
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each tensor's float32 values, row-major and little-endian, by name."""
+        what = "digests of " + json.dumps(self.hashes)
+        if (kept := self.derived.get(what)) is not None:
+            return json.loads(kept)
+        digests = {name: _sha256_of(tensor.values()) for name, tensor in sorted(self.tensors.items())}
+        self.derived.put(what, json.dumps(digests).encode())
+        return digests
+
     def check_finite(self, tensor: str) -> None:
         """InputError when the tensor of that name contains NaN or infinity."""
         self.tensors[tensor].check_finite()
@@ -129,6 +164,10 @@ def _by_reason(reasons: Mapping[str, str]) -> tuple[str, ...]:
     for name, why in reasons.items():
         names.setdefault(why, []).append(name)
     return tuple(f"{listed(tensors, 2)}: {why}." for why, tensors in names.items())
+
+
+def _sha256_of(values: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values, "<f4")).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from adaptc.sources.waiver import Waiver
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A stored tensor. ``raw`` are its bytes (uint8, usually a view of a memory map), ``file`` the file's name.
+    """A stored tensor. ``data`` are its bytes (uint8, usually a view of a memory map), ``file`` the file's name.
 
     ``stored`` is the file's format; ``format`` what ``codes`` come in: the same, but f32 for vectors, which are
     biases and norms and never operands of packed kernels, and a wider one for ``formats.EXPANDED``.
@@ -24,8 +25,18 @@ class SourceTensor:
     name: str
     shape: tuple[int, ...]
     stored: WeightFormat
-    raw: np.ndarray
+    data: np.ndarray
     file: str
+
+    @cached_property
+    def raw(self) -> np.ndarray:
+        """Its bytes, for whoever makes something of them: see ``looked_at``."""
+        return self.data
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether anything may have been made of the tensor's values so far."""
+        return "raw" in vars(self)
 
     @property
     def format(self) -> WeightFormat:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from adaptc.artifact_format import TextInfo
@@ -24,6 +24,18 @@ class TextBundle:
     tokenizer_json: bytes = b""
     chat_template: str | None = None
     info: TextInfo = TextInfo()
+
+    def to_bytes(self) -> bytes:
+        """One line of JSON, then the tokenizer's own."""
+        rest = {"chat_template": self.chat_template, "info": asdict(self.info)}
+        return json.dumps(rest).encode() + b"\n" + self.tokenizer_json
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "TextBundle":
+        """What ``to_bytes`` was called on."""
+        line, _, tokenizer = data.partition(b"\n")
+        rest = json.loads(line)
+        return TextBundle(tokenizer, rest["chat_template"], TextInfo.from_json(json.dumps(rest["info"]).encode()))
 
 
 def bundle(tokenizer: Any, stop_ids: Iterable[int | None]) -> TextBundle:

@@ -30,7 +30,7 @@ def check(subject: Subject, model: str, tokens: list[int], trust_remote_code: bo
     recorder.score(tokens)
     progress("authors", 1, 2)
     values = [v for call in recorder.calls for v in call.values] + recorder.tail
-    outputs = _authors_outputs(authors_model(source)[0], tokens)
+    outputs = _authors_outputs(authors_model(source), tokens)
     progress("authors", 2, 2)
     converted = any(not lossless(w) for w in subject.stored.values())
     worst, least = tolerances.LAYERS["int8"] if converted else tolerances.AUTHORS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -17,6 +17,8 @@ from adaptc.verify import tolerances
 
 ROWS = (1, 2, 3, 5, 17)
 """Numbers of tokens, requests and sampled rows, beside the plan's maximum: remainders of every tile of kernels."""
+LONG = 600
+"""Tokens before a step of one case of a stateful operator: kernels may treat long contexts in pieces."""
 LARGE_FLOPS = 2e9
 """Above this, a case takes the oracle more than a second; the largest number of rows is then left to fewer ranges."""
 
@@ -57,11 +59,13 @@ RANGES: dict[str, Callable] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call: sizes of the symbols, and values of the operands; None for what isn't made up (weights, states)."""
+    """One call: sizes of the symbols, and values of the operands; None for what isn't made up (weights, states). Of a
+    stateful operator one request has at least ``past`` tokens behind it, as far as the context allows."""
 
     sizes: Mapping[str, int]
     operands: list
     what: str
+    past: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class Maker:
         largest = max(self.most.values())
         for count in dict.fromkeys((*ROWS, largest)) if dynamic else (1,):
             yield self.case(count, "normal")
+        if self.row.state is not None:
+            yield replace(self.case(3, "normal"), past=LONG)
         counts = (3, largest) if dynamic and self.flops() <= LARGE_FLOPS else (3,)
         for name in self.ranges:
             if name != "normal" and (name != "infinite" or self.infinite()):

@@ -126,7 +126,7 @@ class _Paired(Reference):
 
     def __init__(self, subject: Subject, recorder: Recorder, weights: Callable[[str], np.ndarray]):
         super().__init__(subject.laid_out, weights)
-        self.states = {name: RowState(replace(state.spec, dtype="f32")) for name, state in self.states.items()}
+        self.states = {name: RowState(replace(state.spec, dtype="f32", scale="")) for name, state in self.states.items()}
         self.recorder = recorder
         self.names: list[tuple[str, str]] = []
         self.heads: dict[int, tuple[np.ndarray, Heads]] = {}

@@ -154,7 +154,8 @@ class Caller:
         operator, names = row(variant.spec.op), row(variant.spec.op).operands
         kind: StateSpec = variant.spec.operands[operator.state]
         tokens, requests = case.sizes["T"], max(1, min(case.sizes["R"], case.sizes["T"]))
-        past = min(self.plan.max_context - tokens, (kind.window or 2 * kind.key_block) + kind.page_size + 3)
+        past = max(case.past, (kind.window or 2 * kind.key_block) + kind.page_size + 3)
+        past = min(self.plan.max_context - tokens, past)
         cache = Cache(kind, self.most["R"], self.plan.max_context, self.subject.random("pages"))
         self.fill(variant, where, maker, cache, past)
         positions, owners, lengths = last_step(tokens, requests, past)

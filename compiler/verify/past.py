@@ -14,9 +14,6 @@ from adaptc.ops.mixing import RowState
 from adaptc.ops.table import OpRow
 from adaptc.protocol import StateSpec
 
-BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-
-
 def aligned(shape, dtype, fill) -> np.ndarray:
     """An array of ``fill`` that starts on a cache line, as buffers of a plan do."""
     size = int(np.prod(np.atleast_1d(shape))) * np.dtype(dtype).itemsize
@@ -31,7 +28,7 @@ class Cache:
     """``memory``: (page pool, block table) as kernels take them; ``rows``: what the oracle reads in their place."""
 
     def __init__(self, kind: StateSpec, requests: int, context: int, rng: np.random.Generator):
-        page = sum(h * w for _, h, w in kind.parts) * kind.page_size * BYTES[kind.dtype]
+        page = kind.token_bytes() * kind.page_size
         pages = -(-context // kind.page_size) * 2 + requests + 2
         self.kind, self.rows = kind, RowState(kind)
         self.memory = (aligned((pages, page), np.uint8, 0xFF), aligned((requests, kind.max_pages), np.int32, -1))

@@ -30,8 +30,33 @@ module attributes {adaptc.stage = "sharded"} {
 // -----
 
 // RUN: store_states
+// OPTIONS: dtype="int8" page_size=16 key_block=32 max_context=100
+// TOLERANCE: 0.05
+// CHECK: "adaptc.state_slot"
+// CHECK-SAME: dtype = "i8", key_block = 32 : i64, kind = "rows", max_pages = 7 : i64, page_size = 16 : i64
+// CHECK-SAME: scale = "f32"
+// CHECK: "adaptc.get"() {symbol = "kv"}
+// CHECK-SAME: max_pages = 7
+module attributes {adaptc.stage = "sharded"} {
+  "adaptc.state_slot"() {sym_name = "kv", type = !state} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %kv = "adaptc.get"() {symbol = "kv"} : () -> !state
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %h = "adaptc.reshape"(%x) {shape = ["T", 4, 8]} : (!x) -> !h
+    %a = "adaptc.attention"(%h, %h, %h, %positions, %requests, %kv) {scaling = 0.5 : f64, window = 2 : i64} : (!h, !h, !h, !ids, !ids, !state) -> !h
+    %y = "adaptc.reshape"(%a) {shape = ["T", 32]} : (!h) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}
+
+// -----
+
+// RUN: store_states
 // OPTIONS: dtype="i8"
-// ERROR: unknown cache dtype 'i8'; valid values are: f32, f16, bf16
+// ERROR: unknown cache dtype 'i8'; valid values are: f32, f16, bf16, int8
 module attributes {adaptc.stage = "sharded"} {
   "adaptc.state_slot"() {sym_name = "kv", type = !state} : () -> ()
   "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()

@@ -289,8 +289,10 @@ class Emitter:
         return self.compare("slt", numbers, self.splat(self.cast("trunci", count, "i32"), width))
 
     def load_floats(self, pointer: Value, kind: str, count: int = 0) -> Value:
-        """``count`` (by default the level's lanes) consecutive f32, f16 or bf16 numbers as f32 (exactly)."""
+        """``count`` (by default the level's lanes) consecutive f32, f16, bf16 or i8 numbers as f32 (exactly)."""
         count = count or self.lanes
+        if kind == "i8":
+            return self.cast("sitofp", self.cast("extsi", self.load(pointer, vec(count, "i8")), "i32"), "f32")
         if kind == "f32":
             return self.load(pointer, vec(count, "f32"))
         if kind == "f16":
