@@ -1,8 +1,9 @@
 """Speed of the cpu backend's matrix kernels by weight format and kind of activations.
 
     python benchmarks/bench_linear.py [--formats q4_1,q8_0] [--levels x86-64-v3,native] [--threads 1] [--rows 1,64]
+        [--choices ahead=0,tile=8]
 
-For each shape (those of SmolLM2-135M, and one whose weights exceed the caches): GB/s of packed weights read and
+Kernels have their default choices of tiles and the like, or ``--choices`` (``adaptc.tuning``). For each shape (those of SmolLM2-135M, and one whose weights exceed the caches): GB/s of packed weights read and
 GFLOP/s (2 · M · N · K), best of ``--repeat``. Levels take turns. The first line is the reading speed of the machine,
 measured in the same run.
 """
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--levels", default=DEFAULT)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", default="1,64")
+    parser.add_argument("--choices", default="")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     pool = ThreadPoolExecutor(args.threads)
@@ -102,6 +104,7 @@ def main() -> None:
 
 def bench(name: str, shape: str, n: int, k: int, x: str, weight: np.ndarray, args, pool: ThreadPoolExecutor) -> None:
     params = {"rows": "T", "k": k, "x": x, "weights": ((name, n),), "bias": (False,)}
+    params |= {choice: int(value) for choice, _, value in (c.partition("=") for c in args.choices.split(",") if c)}
     images, compiled, cells = {}, {}, {}
     for level in map(CODEGEN.level, args.levels.split(",")):
         start = time.perf_counter()

@@ -44,6 +44,7 @@ class ArtifactContents:
     tolerances    bounds within which the artifact agrees with its goldens
     provenance    versions of the tools that took part
     objects       "<level>/<file name>" → object code; every level of the plan has all
+    tuning        what was chosen for the plan's kernels instead of defaults (``adaptc.tuning``), if anything
     weights       every weight that the plan's buffers name as their source
     """
 
@@ -57,6 +58,7 @@ class ArtifactContents:
     tokenizer: bytes | None = None
     chat_template: str | None = None
     goldens: bytes | None = None
+    tuning: bytes | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
     requirements: Mapping = field(default_factory=dict)
@@ -155,6 +157,8 @@ def _files(contents: ArtifactContents) -> dict[str, Iterable[bytes]]:
         files[names.CHAT_TEMPLATE] = [contents.chat_template.encode()]
     if contents.goldens is not None:
         files[names.GOLDENS] = [contents.goldens]
+    if contents.tuning is not None:
+        files[names.TUNING] = [contents.tuning]
     return files
 
 

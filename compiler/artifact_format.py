@@ -28,6 +28,7 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 TEXT = "text.json"
 GOLDENS = "goldens.safetensors"
+TUNING = "tuning.json"
 
 REQUIRED = (PLAN, CAPTURED, LAID_OUT, WEIGHTS, TEXT)
 """Files every artifact has, beside the manifest and the kernels that its plan names."""

@@ -128,19 +128,23 @@ class _Bars:
 @click.option("--from", "from_ir", type=click.Path(path_type=Path),
               help="A stage printed by `inspect --ir`, to start from; weights and tokenizer come from MODEL.")
 @click.option("--goldens", type=click.Path(path_type=Path), help="A file made by `adaptc golden`, to keep inside.")
+@click.option("--tune", type=click.Path(path_type=Path), metavar="FILE",
+              help="Measures here which tile sizes and the like are fastest, writes FILE, and compiles with it.")
+@click.option("--tuning", type=click.Path(path_type=Path), metavar="FILE",
+              help="Compiles with what --tune has written: other speed, the same results bit for bit.")
 @click.option("--force", is_flag=True, help="Replace an artifact; it stays loadable until the new one is done.")
 @click.option("--workers", type=int, default=None, help="Processes that compile kernels. [default: one a core]")
 @_pass_options
 @_compile_options
 @_as_json
-def compile_command(model, target, output, from_ir, goldens, force, workers, print_after, time_passes, as_json,
+def compile_command(model, target, output, from_ir, goldens, tune, tuning, force, workers, print_after, time_passes, as_json,
                     **options) -> None:
     """Compiles MODEL: a GGUF file, a Hugging Face directory, or a hub id. Passes run once, whatever the levels."""
     from adaptc.driver import compile_model
     from adaptc.report import compile_text
 
     log = _PassLog(print_after, time_passes)
-    report = compile_model(model, target, output=output, from_ir=from_ir, goldens=goldens, force=force,
+    report = compile_model(model, target, output=output, from_ir=from_ir, goldens=goldens, tune=tune, tuning=tuning, force=force,
                            workers=workers, progress=_Bars(as_json), after=log, **options)
     log.close()
     click.echo(json.dumps(report.to_dict(), indent=1) if as_json else compile_text(report))

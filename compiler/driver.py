@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
-from adaptc.errors import InputError, LegalityError, OptionError, OutputError, one_of
+from adaptc.errors import ExistsError, InputError, LegalityError, OptionError, OutputError, one_of
 from adaptc.options import KEPT, CompileOptions
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from adaptc.planner.coverage import CoverageRow
     from adaptc.planner.profile import ProfileRow
     from adaptc.runtime.peaks import Peaks
+    from adaptc.tuning import Tuning
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total)."""
@@ -74,13 +75,15 @@ def _silent(what: str, done: int, total: int) -> None:
 
 def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
                   from_ir: str | os.PathLike | None = None, goldens: str | os.PathLike | None = None,
-                  force: bool = False, workers: int | None = None, progress: Progress = _silent,
+                  tuning: str | os.PathLike | None = None, tune: str | os.PathLike | None = None, force: bool = False, workers: int | None = None, progress: Progress = _silent,
                   after: "After | None" = None, **options: Any) -> CompileReport:
     """Compiles ``model`` (a GGUF file, a Hugging Face directory, a hub id, or a transformers module in memory) for
     ``target`` into ``output``.
 
     from_ir   a printed stage to start from instead of the captured graph; weights and tokenizer come from ``model``
     goldens   a file made by ``adaptc golden``, stored in the artifact
+    tuning    a file that ``tune`` made: tile sizes and the like of kernels; it changes speed, and no bit of a result
+    tune      measures on this machine what is fastest, writes it to this file, and goes on as if given it
     workers   processes that compile kernels; they change no byte of the result
     after     called with the program after each pass; passes run once, whatever the levels
     options   fields of ``adaptc.options.CompileOptions``
@@ -90,6 +93,7 @@ def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
     from adaptc.artifact import check_output, write_artifact
     from adaptc.golden import read as read_goldens
     from adaptc.sources import open_source
+    from adaptc.tuning import read as read_tuning
 
     chosen = CompileOptions.of(options)
     if workers is not None and workers < 1:
@@ -97,6 +101,10 @@ def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
     setup = _Setup.of(target, chosen)
     for level in setup.levels:
         setup.codegen.check_level(level)
+    if tuning is not None:
+        setup = setup.tuned(read_tuning(tuning, setup.codegen), os.fspath(tuning))
+    if tune is not None:
+        _check_tune(setup, Path(tune), tuning, force)
     output = Path(output)
     check_output(output, force=force)
     given = _parse_stage(from_ir) if from_ir else None
@@ -117,12 +125,21 @@ def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
         programs = setup.lower(given or captured, "lowered", after)
     with report.timed("plan"):
         plan, kernels = setup.plan(programs["lowered"])
+    workers = workers or len(os.sched_getaffinity(0))
+    if tune is not None:
+        with report.timed("tune"):
+            found = _tune(setup, plan, kernels, workers, partial(progress, "tune"))
+            write_text(Path(tune), found.to_json().decode())
+            setup = setup.tuned(found, os.fspath(tune))
+            programs |= setup.lower(programs["laid_out"], "lowered")
+            plan, kernels = setup.plan(programs["lowered"])
     with report.timed("kernels"):
-        objects = setup.compile(kernels, workers or len(os.sched_getaffinity(0)), partial(progress, "kernels"))
+        objects = setup.compile(kernels, workers, partial(progress, "kernels"))
     _describe(report, source, setup, programs["lowered"], plan)
     with report.timed("weights"):
         provenance = _versions() | _packages(setup, captured, programs["laid_out"], kernels)
-        contents = _contents(source, setup, plan, captured, programs, objects, golden_bytes, provenance, report, progress)
+        contents = _contents(source, setup, plan, captured, programs, objects, golden_bytes, setup.choices(kernels),
+                             provenance, report, progress)
         write_artifact(output, contents, force=force)
     return report
 
@@ -221,7 +238,8 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
 
     program, setup = _open(what, target, options)
     lowered = setup.lower(program, "lowered")["lowered"]
-    plan, _ = setup.plan(lowered)
+    plan, kernels = setup.plan(lowered)
+    tuning = setup.choices(kernels)
     summary = {
         "model": os.fspath(what), "target": setup.target.name, "levels": list(setup.levels),
         "vocabulary": plan.vocabulary,
@@ -230,6 +248,7 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
         "cache bytes a token": sum(s.token_bytes() for s in plan.states),
         "bodies": _bodies(lowered), "bodies cloned": list(lowered.fact("clones", ())),
         "options": setup.options.to_dict(),
+        "tuning": {"kernels": len(tuning.choices), "sha256": tuning.digest} if tuning else "none",
     }
     if (Path(what) / MANIFEST).is_file():
         summary["goldens"] = "present" if (Path(what) / GOLDENS).is_file() else "none"
@@ -248,6 +267,46 @@ def peaks(backend: str, level: str, threads: int) -> "Peaks":
     return measure(library, probes, {what: codegen.symbol(p.kernel) for what, p in probes.items()}, threads)
 
 
+def _check_tune(setup: "_Setup", path: Path, tuning: str | os.PathLike | None, force: bool) -> None:
+    """That tuning is possible and its file can be written, before anything takes time."""
+    if tuning is not None:
+        raise OptionError("tune makes a tuning and tuning gives one; which of them is meant?")
+    if len(setup.levels) > 1:
+        raise OptionError(f"tune measures kernels of one level, but level has {', '.join(setup.levels)}.",
+                          hint="Compile each level by itself.")
+    if not path.parent.is_dir():
+        raise OutputError(f"Can't write {path}: the directory {path.parent} does not exist.")
+    if path.exists() and not force:
+        raise ExistsError(f"{path} already exists.", hint="Give another name or --force to replace it, or use it with --tuning.")
+
+
+def _tune(setup: "_Setup", plan: "Plan", kernels, workers: int, progress: Callable[[int, int], None]) -> "Tuning":
+    """What this machine's kernels do best with in the steps of ``plan``."""
+    from adaptc import backends
+    from adaptc.plan import Kernel
+    from adaptc.runtime import tune
+    from adaptc.runtime.host import physical_cores
+    from adaptc.tuning import Tuning, chosen, key_of, tunable
+
+    (level,), codegen = setup.levels, setup.codegen
+    launcher = backends.launcher(setup.target.backend)
+    launcher.choose_level(plan, level)
+    known = tunable(codegen, kernels)
+
+    def measure(variants):
+        made = [{symbol: chosen(known[symbol][0], choices) for symbol, choices in one.items()} for one in variants]
+        everything = {codegen.symbol(k): k for k in (*kernels, *(k for one in made for k in one.values()))}
+        objects = codegen.compile([everything[symbol] for symbol in sorted(everything)], level, workers=workers)
+        entries = {k: Kernel(symbol, codegen.object_of(k), codegen.signature(k)) for symbol, k in everything.items()}
+        stand_ins = [{symbol: entries[k] for symbol, k in one.items()} for one in made]
+        return tune.measure(plan, stand_ins, objects, launcher, physical_cores())
+
+    found = tune.choose({symbol: choices for symbol, (_, choices) in known.items()}, measure, progress)
+    keys = {symbol: key_of(kernel) for symbol, (kernel, _) in known.items()}
+    return Tuning(codegen.name, level, {keys[s]: choices for s, (choices, _) in found.items()},
+                  {keys[s]: time for s, (_, time) in found.items()})
+
+
 @dataclass(frozen=True)
 class _Setup:
     """Everything about a compile but the model."""
@@ -256,6 +315,7 @@ class _Setup:
     options: CompileOptions
     levels: tuple[str, ...]
     codegen: Any
+    tuning: "Tuning | None" = None
 
     @staticmethod
     def of(target: str, options: CompileOptions) -> "_Setup":
@@ -269,6 +329,20 @@ class _Setup:
         levels = tuple(dict.fromkeys(wanted))
         # what is recorded means the same on every machine; "native" doesn't
         return _Setup(found, replace(options, level=",".join(levels)), levels, codegen)
+
+    def tuned(self, tuning: "Tuning", where: str) -> "_Setup":
+        """With kernels chosen by ``tuning``, which was read from ``where``."""
+        from adaptc.tuning import Tuned
+
+        if self.levels != (tuning.level,):
+            raise OptionError(f"{where} is a tuning for level {tuning.level}, but the artifact is for "
+                              f"{', '.join(self.levels)}.", hint=f"Give --level {tuning.level}, or tune for another.")
+        return replace(self, codegen=Tuned(self.codegen, tuning), tuning=tuning)
+
+    def choices(self, kernels) -> "Tuning | None":
+        """What of the tuning these kernels have; None when that is nothing."""
+        used = self.tuning and self.tuning.used(kernels)
+        return used if used and used.choices else None
 
     def context(self, program: "Program") -> int:
         """Tokens a request may have: what was asked for, or what the model's config says."""
@@ -391,8 +465,9 @@ def _check_same(lowered: "Program", again: "Program") -> None:
 def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tuple[Program, _Setup]":
     """The captured program of a model or an artifact, and the setup it is (or was) compiled with."""
     from adaptc import packages
-    from adaptc.artifact_format import CAPTURED, MANIFEST
+    from adaptc.artifact_format import CAPTURED, MANIFEST, TUNING
     from adaptc.sources import open_source
+    from adaptc.tuning import parse
 
     if not hasattr(what, "named_parameters") and (Path(what) / MANIFEST).is_file():
         from adaptc.runtime.loader import load_artifact
@@ -403,6 +478,8 @@ def _open(what: str | os.PathLike, target: str, options: dict[str, Any]) -> "tup
         artifact = load_artifact(what)
         packages.require(artifact.manifest["provenance"], os.fspath(what))
         setup = _Setup.of(artifact.manifest["target"], CompileOptions.of(dict(artifact.manifest["options"])))
+        if (tuning := artifact.read(TUNING)) is not None:
+            setup = setup.tuned(parse(tuning, TUNING, setup.codegen), TUNING)
         return _parse_stage(Path(what) / CAPTURED), setup
     setup = _Setup.of(target, CompileOptions.of(options))
     chosen = setup.options
@@ -451,7 +528,7 @@ def _describe(report: CompileReport, source, setup: _Setup, lowered: "Program", 
 
 
 def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs, objects, goldens,
-              provenance: dict[str, Any], report: CompileReport, progress: Progress):
+              tuning: "Tuning | None", provenance: dict[str, Any], report: CompileReport, progress: Progress):
     from adaptc.artifact import ArtifactContents, Weight
 
     declared = programs["lowered"].weights()
@@ -477,6 +554,7 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         tokenizer=text.tokenizer_json or None,
         chat_template=text.chat_template,
         goldens=goldens,
+        tuning=tuning and tuning.to_json(),
         sources=source.hashes,
         tensors=source.digests(),
         requirements={level: setup.codegen.requirements(level) for level in setup.levels},

@@ -115,6 +115,10 @@ class Codegen(Protocol):
     def select(self, spec: OpSpec) -> Selection | None:
         """Kernels for an operator, or None when this backend has none (then its decomposition is used)."""
 
+    def choices(self, family: str) -> Mapping[str, Sequence[int]]:
+        """Parameters that tuning may add to kernels of a family (``adaptc.tuning``), each with its legal values, the
+        default first: they change no bit of what a kernel writes. OptionError for an unknown family; optional."""
+
     def symbol(self, kernel: KernelSpec) -> str:
         """The kernel's link name: stable, unique by content, a valid C identifier."""
 

@@ -88,7 +88,7 @@ def kernel(artifact: Path, out: Path, index: int, use: int, edit: Callable[[str]
     subject = Subject(artifact)
     symbol = subject.plan.operators()[index].calls[use].kernel
     spec = codegen(subject.plan.backend).select(subject.places[index].spec).uses[use].kernel
-    text = edit(_family(spec).emit({**dict(spec.params), **params}, symbol, level_of(subject.level)))
+    text = edit(_family(spec.family).emit({**dict(spec.params), **params}, symbol, level_of(subject.level)))
     return copy(artifact, out, f"kernels/{subject.level}/{symbol}.o", lambda _: compile_mlir(text, subject.level))
 
 

@@ -75,7 +75,7 @@ LEVELS = (
     ("adaptc.sources",),
     ("adaptc.capture", "adaptc.weights", "adaptc.golden"),
     ("adaptc.passes",),
-    ("adaptc.targets", "adaptc.planner", "adaptc.report"),
+    ("adaptc.targets", "adaptc.planner", "adaptc.report", "adaptc.tuning"),
     ("adaptc.backends",),
     ("adaptc.artifact",),
     ("adaptc.runtime",),

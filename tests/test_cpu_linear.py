@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ GUARD = 64
 """Elements after each result that must stay as they were."""
 
 
-def run(spec: OpSpec, operands: list[np.ndarray], rows: int, threads: int = 1) -> list[np.ndarray]:
-    """The operator by the kernel that the backend selects; weights are given packed (uint8)."""
+def run(spec: OpSpec, operands: list[np.ndarray], rows: int, threads: int = 1,
+        choices: Mapping[str, int] = {}) -> list[np.ndarray]:
+    """The operator by the kernel that the backend selects, with ``choices`` of a tuning; weights are given packed
+    (uint8)."""
     (use,) = SELECT[spec.op](spec).uses
-    family, params = FAMILIES[use.kernel.family], dict(use.kernel.params)
+    family, params = FAMILIES[use.kernel.family], dict(use.kernel.params) | choices
     results = []
     for result in spec.results:
         shape = [rows if isinstance(d, str) else d for d in result.shape]
@@ -181,14 +184,13 @@ def test_float_weights_of_any_number_of_columns(name):
         assert_close(got, *exact(name, codes, [x]))
 
 
-def test_rows_beyond_a_cache_chunk(monkeypatch):
+def test_rows_beyond_a_cache_chunk():
     """Chunks of rows, the last of fewer than a tile, give the bits of the whole."""
     _, data = weight("q4_1", 12, 64)
     x = activations(22, 64)
     op = spec("linear", "f32", 64, [("q4_1", 12)])
     (whole,) = run(op, [x, data], 22)
-    monkeypatch.setattr(linear, "_CACHED_BYTES", 1 << 11)  # 8 rows of x
-    (got,) = run(op, [x, data], 22)
+    (got,) = run(op, [x, data], 22, choices={"chunk": 1 << 11})  # 8 rows of x
     assert got.tobytes() == whole.tobytes()
 
 

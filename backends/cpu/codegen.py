@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 import queue
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -59,22 +59,22 @@ def _blaming(extension: packages.Extension, table: str, name: str, value: Any) -
     if table == "SELECT":
         return packages.blaming(extension, f"SELECT of {name!r}", value)
     functions = {part: getattr(value, part) for part in ("emit", "signature")}
-    return Family(**{part: packages.blaming(extension, f"{part} of the kernel family {name!r}", function)
-                     for part, function in functions.items()})
+    return replace(value, **{part: packages.blaming(extension, f"{part} of the kernel family {name!r}", function)
+                             for part, function in functions.items()})
 
 
-def _family(kernel: KernelSpec):
+def _family(name: str) -> Family:
     families = _rows("FAMILIES")
-    if kernel.family not in families:
-        raise one_of("kernel family", kernel.family, sorted(families))
-    return families[kernel.family]
+    if name not in families:
+        raise one_of("kernel family", name, sorted(families))
+    return families[name]
 
 
 @functools.cache
 def _symbol(kernel: KernelSpec) -> str:
     digest = hashlib.sha256()
     for level in LEVELS.values():  # what is the same at one level may differ at another
-        digest.update(_family(kernel).emit(dict(kernel.params), "kernel", level).encode())
+        digest.update(_family(kernel.family).emit(dict(kernel.params), "kernel", level).encode())
     return f"{kernel.family}_{digest.hexdigest()[:_DIGITS]}"
 
 
@@ -95,11 +95,14 @@ class CpuCodegen:
         choose = _rows("SELECT").get(spec.op)
         return choose(spec) if choose else None
 
+    def choices(self, family: str) -> Mapping[str, Sequence[int]]:
+        return _family(family).choices
+
     def symbol(self, kernel: KernelSpec) -> str:
         return _symbol(kernel)
 
     def signature(self, kernel: KernelSpec) -> tuple[str, ...]:
-        return _family(kernel).signature(dict(kernel.params))
+        return _family(kernel.family).signature(dict(kernel.params))
 
     def probes(self, level: str) -> Mapping[str, Probe]:
         from adaptc.backends.cpu.kernels.probe import probes
@@ -137,7 +140,7 @@ class CpuCodegen:
         texts = {(DRIVER_OBJECT, RUN): driver_text(target.machine)}
         for kernel in kernels:
             symbol = _symbol(kernel)
-            texts[self.object_of(kernel), symbol] = _family(kernel).emit(dict(kernel.params), symbol, target)
+            texts[self.object_of(kernel), symbol] = _family(kernel.family).emit(dict(kernel.params), symbol, target)
         return compile_texts(texts, level, workers=workers, progress=progress)
 
     def packed_bytes(self, format: WeightFormat, shape: tuple[int, int]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from adaptc.backends.cpu.kernels import instructions
@@ -26,10 +26,18 @@ PTR = "!llvm.ptr"
 @dataclass(frozen=True)
 class Family:
     """A family of kernels: ``emit(params, symbol, level)`` is the MLIR text of one function for a CPU level,
-    ``signature(params)`` its buffers as in ``adaptc.plan.Kernel.signature``."""
+    ``signature(params)`` its buffers as in ``adaptc.plan.Kernel.signature``. ``choices`` are parameters that tuning may
+    set, each with its legal values, the default first: they may change a kernel's speed, and not one bit of what it
+    writes."""
 
     emit: Callable[[Mapping[str, Any], str, Level], str]
     signature: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    choices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def chosen_of(choices: Mapping[str, tuple[int, ...]], params: Mapping[str, Any]) -> dict[str, int]:
+    """The value of every choice: what ``params`` say, else the default."""
+    return {name: params.get(name, values[0]) for name, values in choices.items()}
 
 
 _HALVES = {("f16", "f32"): "half_to_float", ("f32", "f16"): "float_to_half"}
@@ -269,6 +277,10 @@ class Emitter:
         else:
             self.line(f"llvm.intr.masked.store {value}, {pointer}, {mask} {{alignment = {align} : i32}} : "
                       f"{value.type}, {mask.type} into !llvm.ptr")
+
+    def prefetch(self, pointer: Value) -> None:
+        """Asks for the cache line at ``pointer``, which may lie anywhere, to be read soon."""
+        self.line(f'"llvm.intr.prefetch"({pointer}) <{{cache = 1 : i32, hint = 3 : i32, rw = 0 : i32}}> : (!llvm.ptr) -> ()')
 
     def mask(self, count: Value, width: int = 0) -> Value:
         """Vector of i1, by default of the level's lanes: the first ``count`` (i64) lanes hold."""

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 
 from adaptc.backends.cpu.kernels.base import Emitter, Value, vec
 from adaptc.backends.cpu.kernels.weights import Body, Group, Packed, Rows, columns, float_columns, quads, walk
-from adaptc.backends.cpu.packing import SPAN
+from adaptc.backends.cpu.packing import SPAN, code_block_bytes
 
 _QUADS = SPAN // 4
+
+LINE = 64
+"""Bytes that memory gives at once."""
 
 
 def _chains(
@@ -220,14 +223,29 @@ ACTIVATION_KINDS = {kind.dtype: kind for kind in (Floats, Codes)}
 """dtype of operand 0 → how the activations are read."""
 
 
-def dot(e: Emitter, weight: Packed, unit: Value, x: Floats | Codes, tile: int) -> Sequence[Value]:
-    """f32[lanes] for each of ``tile`` rows: the rows of x times the weight rows of ``unit``."""
+def dot(e: Emitter, weight: Packed, unit: Value, x: Floats | Codes, tile: int, ahead: int = 0) -> Sequence[Value]:
+    """f32[lanes] for each of ``tile`` rows: the rows of x times the weight rows of ``unit``. A single row asks for
+    codes ``ahead`` bytes before they are needed (0: it doesn't); of several, arithmetic is the limit."""
     codes, scales = weight.unit(e, unit)
     zero = [e.const(0.0, e.floats)] * tile
+
+    def ask(here: Rows) -> None:
+        if ahead and tile == 1:
+            for pointer in here.blocks:
+                for line in range(0, code_block_bytes(weight.format, SPAN), LINE):
+                    e.prefetch(e.at(pointer, ahead + line))
+
     if not weight.format.is_float:
-        return walk(e, weight, codes, scales, zero, x.integers(e, weight, tile))
+        multiply = x.integers(e, weight, tile)
+
+        def body(first: Value, codes: Rows, groups: Sequence[Group], sums: Sequence[Value]) -> Sequence[Value]:
+            ask(codes)
+            return multiply(first, codes, groups, sums)
+
+        return walk(e, weight, codes, scales, zero, body)
     whole = weight.k // SPAN * SPAN
     with e.loop(0, whole, SPAN, init=zero) as loop:
+        ask(codes.at(e, e.mul(loop.index, code_block_bytes(weight.format, 1))))
         numbers = float_columns(e, weight, codes, loop.index, SPAN)
         loop.end(*x.floats(e, loop.index, numbers, loop.args, tile))
     if whole == weight.k:

@@ -1,8 +1,8 @@
 """Matrix products with packed weights: ``linear``, ``linears`` and ``gated_linear``, from f32 or int8 activations.
 
 Threads share the units of all weights (as many output columns as a vector has lanes). A thread keeps one in its caches
-and runs over tiles of 4 rows of x, so one kernel serves decoding and prefill; fewer than 4 rows go one by one, and the
-last tile overlaps the one before.
+and runs over tiles of rows of x, so one kernel serves decoding and prefill; fewer rows than a tile go one by one, and
+the last tile overlaps the one before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from adaptc.backends.cpu.kernels.base import Emitter, Family, Value
+from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, chosen_of
 from adaptc.backends.cpu.kernels.dots import ACTIVATION_KINDS, Codes, Floats, dot
 from adaptc.backends.cpu.kernels.vmath import ACTIVATIONS
 from adaptc.backends.cpu.kernels.weights import Packed
@@ -19,11 +19,16 @@ from adaptc.backends.cpu.packing import SPAN, packable
 from adaptc.formats import FORMATS
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, TensorSpec
 
-TILE = 4
-"""Rows of x that share one reading of a weight block: 2 chains and an accumulator each still fit 16 registers."""
-
-_CACHED_BYTES = 1 << 18
-"""Activations that a sweep over the weights works on: a part of a core's second-level cache."""
+CHOICES: Mapping[str, tuple[int, ...]] = {
+    # rows of x that share one reading of a weight block: of 4, 2 chains and an accumulator each fit 16 registers
+    "tile": (4, 2, 3, 6, 8),
+    # bytes before they are needed that one row asks for codes; 0 = not. What a machine fetches by itself ends at each
+    # 4 KiB: asking took decoding with weights in memory to 0.75-0.83 of the time, of every format, on one and two cores
+    "ahead": (2048, 0, 1024, 3072, 4096),
+    # bytes of activations that a sweep over the weights works on: a part of a core's second-level cache
+    "chunk": (1 << 18, 1 << 16, 1 << 17, 1 << 19),
+}
+"""What tuning may choose. None of it enters the arithmetic of a row of x."""
 
 Work = Callable[[Value, int], None]
 """(first row, number of rows): computes and stores a tile of the result."""
@@ -32,19 +37,21 @@ Tiles = Callable[[Work], None]
 """Runs work over the rows of a chunk."""
 
 
-def _chunks(e: Emitter, rows: Value, k: int, kind: type[Floats | Codes], body: Callable[[Tiles], None]) -> None:
+def _chunks(e: Emitter, rows: Value, k: int, kind: type[Floats | Codes], chosen: Mapping[str, int],
+            body: Callable[[Tiles], None]) -> None:
     """Runs ``body`` for every chunk of rows that fits the cache."""
-    chunk = max(TILE, _CACHED_BYTES // kind.row_bytes(k) // TILE * TILE)
+    tile = chosen["tile"]
+    chunk = max(tile, chosen["chunk"] // kind.row_bytes(k) // tile * tile)
     with e.loop(0, rows, chunk) as loop:
         count = e.min(e.sub(rows, loop.index), chunk)
-        many = e.compare("sge", count, TILE)
+        many = e.compare("sge", count, tile)
         tiled, single = e.select(many, count, 0), e.select(many, 0, count)
 
         def tiles(work: Work) -> None:
-            with e.loop(0, tiled, TILE) as rows_4:
-                work(e.add(loop.index, e.min(rows_4.index, e.sub(tiled, TILE))), TILE)
-            with e.loop(0, single) as rows_1:
-                work(e.add(loop.index, rows_1.index), 1)
+            with e.loop(0, tiled, tile) as first:
+                work(e.add(loop.index, e.min(first.index, e.sub(tiled, tile))), tile)
+            with e.loop(0, single) as row:
+                work(e.add(loop.index, row.index), 1)
 
         body(tiles)
 
@@ -75,7 +82,7 @@ def _buffers(e: Emitter, params: Mapping[str, Any]) -> tuple[list[Value], list[M
 
 
 def _emit_linears(params: Mapping[str, Any], symbol: str, level: Level) -> str:
-    e = Emitter(level)
+    e, chosen = Emitter(level), chosen_of(CHOICES, params)
     kind, k = ACTIVATION_KINDS[params["x"]], params["k"]
     x, maps, after = _buffers(e, params)
     outs = [e.buffer(after + i) for i in range(len(maps))]
@@ -86,7 +93,7 @@ def _emit_linears(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         start = bias_of(e, bias, weight.n, unit)
 
         def work(row: Value, tile: int) -> None:
-            values = dot(e, weight, unit, kind.at(e, k, x, row), tile)
+            values = dot(e, weight, unit, kind.at(e, k, x, row), tile, chosen["ahead"])
             store_rows(e, out, weight.n, row, unit, [e.add(v, start) if start else v for v in values])
 
         tiles(work)
@@ -99,7 +106,7 @@ def _emit_linears(params: Mapping[str, Any], symbol: str, level: Level) -> str:
             with e.loop(*own) as loop:
                 product(tiles, weight, bias, out, loop.index)
 
-    _chunks(e, rows, k, kind, sweep)
+    _chunks(e, rows, k, kind, chosen, sweep)
     return e.text(symbol)
 
 
@@ -112,7 +119,7 @@ def bias_of(e: Emitter, bias: Value | None, n: int, unit: Value) -> Value | None
 
 
 def _emit_gated(params: Mapping[str, Any], symbol: str, level: Level) -> str:
-    e = Emitter(level)
+    e, chosen = Emitter(level), chosen_of(CHOICES, params)
     kind, k, activation = ACTIVATION_KINDS[params["x"]], params["k"], ACTIVATIONS[params["act"]]
     x, maps, after = _buffers(e, params)
     gate = maps[0][0]
@@ -125,14 +132,14 @@ def _emit_gated(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 
             def work(row: Value, tile: int) -> None:
                 here = kind.at(e, k, x, row)
-                products = [dot(e, weight, loop.index, here, tile) for weight, _ in maps]
+                products = [dot(e, weight, loop.index, here, tile, chosen["ahead"]) for weight, _ in maps]
                 gates, ups = ([e.add(v, start) if start else v for v in values]
                               for values, start in zip(products, starts))
                 store_rows(e, out, gate.n, row, loop.index, [e.mul(activation(e, g), u) for g, u in zip(gates, ups)])
 
             tiles(work)
 
-    _chunks(e, rows, k, kind, sweep)
+    _chunks(e, rows, k, kind, chosen, sweep)
     return e.text(symbol)
 
 
@@ -194,8 +201,8 @@ def _select_gated(spec: OpSpec) -> Selection | None:
 
 
 FAMILIES: dict[str, Family] = {
-    "linears": Family(_emit_linears, _signature),
-    "gated_linear": Family(_emit_gated, _signature),
+    "linears": Family(_emit_linears, _signature, CHOICES),
+    "gated_linear": Family(_emit_gated, _signature, CHOICES),
 }
 
 SELECT: dict[str, Callable[[OpSpec], Selection | None]] = {
