@@ -137,15 +137,15 @@ class _Bars:
 @_pass_options
 @_compile_options
 @_as_json
-def compile_command(model, target, output, from_ir, goldens, tune, tuning, force, workers, print_after, time_passes, as_json,
-                    **options) -> None:
+def compile_command(model, target, output, from_ir, goldens, tune, tuning, force, workers, print_after, time_passes,
+                    as_json, **options) -> None:
     """Compiles MODEL: a GGUF file, a Hugging Face directory, or a hub id. Passes run once, whatever the levels."""
     from adaptc.driver import compile_model
     from adaptc.report import compile_text
 
     log = _PassLog(print_after, time_passes)
-    report = compile_model(model, target, output=output, from_ir=from_ir, goldens=goldens, tune=tune, tuning=tuning, force=force,
-                           workers=workers, progress=_Bars(as_json), after=log, **options)
+    report = compile_model(model, target, output=output, from_ir=from_ir, goldens=goldens, tune=tune, tuning=tuning,
+                           force=force, workers=workers, progress=_Bars(as_json), after=log, **options)
     log.close()
     click.echo(json.dumps(report.to_dict(), indent=1) if as_json else compile_text(report))
 

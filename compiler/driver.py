@@ -75,7 +75,8 @@ def _silent(what: str, done: int, total: int) -> None:
 
 def compile_model(model: Any, target: str = "cpu", *, output: str | os.PathLike,
                   from_ir: str | os.PathLike | None = None, goldens: str | os.PathLike | None = None,
-                  tuning: str | os.PathLike | None = None, tune: str | os.PathLike | None = None, force: bool = False, workers: int | None = None, progress: Progress = _silent,
+                  tuning: str | os.PathLike | None = None, tune: str | os.PathLike | None = None,
+                  force: bool = False, workers: int | None = None, progress: Progress = _silent,
                   after: "After | None" = None, **options: Any) -> CompileReport:
     """Compiles ``model`` (a GGUF file, a Hugging Face directory, a hub id, or a transformers module in memory) for
     ``target`` into ``output``.
@@ -277,7 +278,8 @@ def _check_tune(setup: "_Setup", path: Path, tuning: str | os.PathLike | None, f
     if not path.parent.is_dir():
         raise OutputError(f"Can't write {path}: the directory {path.parent} does not exist.")
     if path.exists() and not force:
-        raise ExistsError(f"{path} already exists.", hint="Give another name or --force to replace it, or use it with --tuning.")
+        raise ExistsError(f"{path} already exists.",
+                          hint="Give another name or --force to replace it, or use it with --tuning.")
 
 
 def _tune(setup: "_Setup", plan: "Plan", kernels, workers: int, progress: Callable[[int, int], None]) -> "Tuning":

@@ -93,9 +93,11 @@ def parse(text: bytes, where: str, codegen: Codegen) -> Tuning:
         raise DamagedFileError(f"{where} is no tuning: it can't be read as JSON ({error}).", hint=_AGAIN) from error
     _fields(data, {"tuning": int, "backend": str, "level": str, "kernels": list}, where)
     if data["tuning"] != VERSION:
-        raise DamagedFileError(f"{where} is a tuning of version {data['tuning']}; this adaptc reads {VERSION}.", hint=_AGAIN)
+        raise DamagedFileError(f"{where} is a tuning of version {data['tuning']}; this adaptc reads {VERSION}.",
+                               hint=_AGAIN)
     if data["backend"] != codegen.name:
-        raise OptionError(f"{where} is a tuning for the backend {data['backend']!r}, but the target's is {codegen.name!r}.")
+        raise OptionError(f"{where} is a tuning for the backend {data['backend']!r}, but the target's is "
+                          f"{codegen.name!r}.")
     choices: dict[str, dict[str, int]] = {}
     times: dict[str, float] = {}
     for number, row in enumerate(data["kernels"]):

@@ -114,7 +114,8 @@ def _some(places: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
     return [place for those in by_kernel.values() for place in those[:PLACES]]
 
 
-def _least(loaded: Sequence[Executable], symbols: Mapping[str, int], only: Sequence[int] | None) -> list[dict[int, float]]:
+def _least(loaded: Sequence[Executable], symbols: Mapping[str, int],
+           only: Sequence[int] | None) -> list[dict[int, float]]:
     """By executable and operator the least seconds of several steps, taken in turns."""
     least: list[dict[int, float]] = [executable.run(symbols, only=only, times=True) for executable in loaded]
     lowered = 0

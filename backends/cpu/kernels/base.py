@@ -280,7 +280,8 @@ class Emitter:
 
     def prefetch(self, pointer: Value) -> None:
         """Asks for the cache line at ``pointer``, which may lie anywhere, to be read soon."""
-        self.line(f'"llvm.intr.prefetch"({pointer}) <{{cache = 1 : i32, hint = 3 : i32, rw = 0 : i32}}> : (!llvm.ptr) -> ()')
+        how = "<{cache = 1 : i32, hint = 3 : i32, rw = 0 : i32}>"
+        self.line(f'"llvm.intr.prefetch"({pointer}) {how} : (!llvm.ptr) -> ()')
 
     def mask(self, count: Value, width: int = 0) -> Value:
         """Vector of i1, by default of the level's lanes: the first ``count`` (i64) lanes hold."""

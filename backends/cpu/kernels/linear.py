@@ -23,7 +23,7 @@ CHOICES: Mapping[str, tuple[int, ...]] = {
     # rows of x that share one reading of a weight block: of 4, 2 chains and an accumulator each fit 16 registers
     "tile": (4, 2, 3, 6, 8),
     # bytes before they are needed that one row asks for codes; 0 = not. What a machine fetches by itself ends at each
-    # 4 KiB: asking took decoding with weights in memory to 0.75-0.83 of the time, of every format, on one and two cores
+    # 4 KiB: asking took decoding with weights in memory to 0.75-0.9 of the time, on one core and on two
     "ahead": (2048, 0, 1024, 3072, 4096),
     # bytes of activations that a sweep over the weights works on: a part of a core's second-level cache
     "chunk": (1 << 18, 1 << 16, 1 << 17, 1 << 19),
