@@ -13,7 +13,7 @@ from adaptc.errors import ArtifactError
 from adaptc.ir import dialect, legality
 from adaptc.ir.functions import retype
 from adaptc.plan import (PLAN_VERSION, Buffer, CacheGroup, Call, Kernel, Operator, Plan, Segment, State, StatePart,
-                         Symbol)
+                         Symbol, kind_of)
 from adaptc.planner.emit import emit_plan
 from adaptc.planner.profile import places, profile
 from adaptc.protocol import KernelSpec

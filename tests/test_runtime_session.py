@@ -364,7 +364,7 @@ def test_the_runtime_runs_without_the_compiler(tmp_path):
         sys.meta_path.insert(0, Blocker())
         from adaptc.runtime import session
         assert not [m for m in sys.modules if m.startswith("adaptc.") and m.split(".")[1] not in
-                    ("errors", "formats", "plan", "protocol", "artifact_format", "runtime", "backends")], sys.modules
+                    ("errors", "formats", "plan", "protocol", "artifact_format", "packages", "runtime", "backends")], sys.modules
         Blocker.blocked = Blocker.blocked[:-8]  # the fake backend below builds on the artifact writer's types
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from runtime_fake import FakeLauncher

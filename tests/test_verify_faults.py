@@ -227,9 +227,8 @@ FAULTS = [
     Fault("a tail dropped", "kernel, experts", "experts", "operator", kernel("expert_linear", EXPERTS, k=56),
           "expert_linear", EXPERTS),
     Fault("a tail dropped", "pass", "experts", "layer",
-          laid_out(r'(limits = \[-1, 4, )16(\], source = "model.layers.0.self_attn", starts = \[0, 0, )8\]',
-                   r"\g<1>15\g<2>7]"),
-          "slice", "model.layers.0.self_attn"),
+          laid_out(r'(limits = \[-1, 2, )192(\], source = "experts", starts = \[0, 0, )1\]', r"\g<1>191\g<2>0]"),
+          "slice", EXPERTS.replace("0", r"\d"), alone=False),
 
     Fault("a page read one off", "run time", "gemma", "layer", patched(BlockTable, "grow", swapped_pages),
           "attention", r"model\.layers\.\d\.self_attn", alone=False),

@@ -65,8 +65,8 @@ def digest(subject: Subject, weight: Weight) -> str:
 
 
 def _module(subject: Subject, name: str) -> str:
-    """The module that the parameter belongs to, by its name."""
-    return subject.stored[name].name.rpartition(".")[0]
+    """The module that the parameter belongs to, by its name; a pass may have added that it is read transposed."""
+    return subject.stored[name].name.removesuffix(".T").rpartition(".")[0]
 
 
 def _damage(subject: Subject, name: str) -> str:
