@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import adaptc
-from adaptc.golden import authors_model, authors_source
+from adaptc.golden import authors_model, authors_source, authors_tokenizer
 
 Engine = Callable[[list[int]], np.ndarray]
 
@@ -54,13 +54,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    module, encode = authors_model(authors_source(args.model, False))
+    source = authors_source(args.model, False)
+    module, tokenizer = authors_model(source), authors_tokenizer(source)
     session = adaptc.load(args.artifact, threads=args.threads)
     engines: dict[str, Engine] = {"adaptc": lambda ids: session.score(ids)}
     if (other := llama_cpp_engine(str(Path(args.model)), args.window, args.threads)) is not None:
         engines["llama.cpp"] = other
     text = "\n".join(topics[name] for name in sorted(topics)[10:60])
-    ids = list(map(int, encode(text)))[: args.tokens]
+    ids = tokenizer(text, add_special_tokens=False).input_ids[: args.tokens]
     divergence: dict[str, list[float]] = {name: [] for name in engines}
     surprise: dict[str, list[float]] = {name: [] for name in ("reference", *engines)}
     for start in range(0, len(ids) - 1, args.window):
