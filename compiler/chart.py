@@ -11,7 +11,8 @@ from pathlib import Path
 from adaptc.errors import OutputError
 
 WIDTH, HEIGHT = 760, 420
-LEFT, RIGHT, TOP, BOTTOM, LEGEND = 78, 24, 40, 52, 20
+LEFT, RIGHT, TOP, BOTTOM = 78, 24, 40, 52
+LEGEND, LEGEND_COLUMNS, LEGEND_WIDTH = 20, 2, 330
 COLOURS = ("#1f5fa8", "#b4541a", "#2b8a3e", "#7b3fa0", "#8a6d00", "#a3195b", "#00818a", "#555555")
 """Told apart by people who don't see red or green, too; lines beyond the last begin again."""
 
@@ -20,22 +21,25 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Axis:
-    """What is drawn along an edge: [low, high], equal steps or, with ``log``, equal ratios (both > 0 then)."""
+    """What is drawn along an edge: [low, high], equal steps or, with ``log``, equal ratios (both > 0 then). ``whole``:
+    counts, with nothing between whole numbers."""
 
     label: str
     low: float
     high: float
     log: bool = False
+    whole: bool = False
 
     @staticmethod
-    def over(label: str, values: Iterable[float], log: bool = False) -> Axis:
+    def over(label: str, values: Iterable[float], log: bool = False, whole: bool = False) -> Axis:
         """An axis that holds all values: from whole decades to whole decades, or from 0 to a round number."""
         values = list(values) or [1.0]
         if log:
             low, high = floor(log10(min(values))), ceil(log10(max(values)))
             return Axis(label, 10.0**low, 10.0 ** max(high, low + 1), True)
-        step = _step(max(values) or 1.0)
-        return Axis(label, 0.0, step * ceil((max(values) or 1.0) / step - 1e-9), False)
+        most = max(values) or 1.0
+        step = _step(most, whole)
+        return Axis(label, 0.0, step * ceil(most / step - 1e-9), False, whole)
 
     def part(self, value: float) -> float:
         """Where a value stands: 0 at low, 1 at high. Values outside stand at the edge."""
@@ -46,7 +50,7 @@ class Axis:
 
     def ticks(self) -> list[float]:
         if not self.log:
-            step = _step(self.high - self.low)
+            step = _step(self.high - self.low, self.whole)
             return [self.low + i * step for i in range(int((self.high - self.low) / step + 1.5))]
         decades = range(round(log10(self.low)), round(log10(self.high)) + 1)
         within = (1,) if len(decades) > 4 else (1, 2, 5)
@@ -93,13 +97,13 @@ class Chart:
         self._marks.append(f'<text x="{x:.1f}" y="{y + shift:.1f}" fill="{colour}"{anchor}>{escape(words)}</text>')
 
     def svg(self) -> str:
-        columns, shift = 3, self._shift()
+        shift = self._shift()
         parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + shift}" '
                  'font-family="sans-serif" font-size="12" fill="#222">',
                  f'<rect width="{WIDTH}" height="{HEIGHT + shift}" fill="white"/>',
                  f'<text x="{LEFT}" y="22" font-size="15">{escape(self.title)}</text>']
         for number, (label, colour) in enumerate(self._labels):
-            x, y = LEFT + number % columns * 220, TOP + LEGEND * (number // columns)
+            x, y = LEFT + number % LEGEND_COLUMNS * LEGEND_WIDTH, TOP + LEGEND * (number // LEGEND_COLUMNS)
             parts.append(f'<circle cx="{x + 4}" cy="{y}" r="4" fill="{colour}"/>'
                          f'<text x="{x + 14}" y="{y + 4}">{escape(label)}</text>')
         parts.append(f'<g transform="translate(0 {shift})">')
@@ -131,7 +135,7 @@ class Chart:
 
     def _shift(self) -> int:
         """Room that the list of labels takes."""
-        return LEGEND * -(-len(self._labels) // 3)
+        return LEGEND * -(-len(self._labels) // LEGEND_COLUMNS)
 
     def _place(self, point: Point) -> Point:
         x, y = point
@@ -139,10 +143,11 @@ class Chart:
                 HEIGHT - BOTTOM - self.y.part(y) * (HEIGHT - TOP - BOTTOM))
 
 
-def _step(span: float) -> float:
-    """A round step that divides a span into four to ten."""
+def _step(span: float, whole: bool) -> float:
+    """A round step that divides a span into four to ten, or fewer where there is nothing between ``whole`` numbers."""
     power = 10.0 ** floor(log10(span))
-    return next(m * power for m in (0.1, 0.2, 0.5, 1.0) if span / (m * power) <= 10)
+    step = next(m * power for m in (0.1, 0.2, 0.5, 1.0) if span / (m * power) <= 10)
+    return max(step, 1.0) if whole else step
 
 
 def _number(value: float) -> str:

@@ -118,8 +118,8 @@ def bench(session: Session, *, prompt_lengths: Sequence[int], concurrency: Seque
     alone = [found for place in grid for found in _operators(session, *place, seed)] if operators else []
     points = [_median(taken) for taken in measured.values()]
     artifact = session.artifact
-    return Bench(str(artifact.path), artifact.manifest["digest"], processor(), session.level, session.threads, seed, _memory(session), tuple(points),
-                 tuple(alone))  # fmt: skip
+    return Bench(str(artifact.path), artifact.manifest["digest"], processor(), session.level, session.threads, seed,
+                 _memory(session), tuple(points), tuple(alone))  # fmt: skip
 
 
 def _point(session: Session, length: int, many: int, new_tokens: int, seed: int) -> Point:
@@ -174,7 +174,7 @@ def chart(found: Bench) -> Chart:
     many = sorted({point.concurrency for point in found.points})
     rates = [rate for point in found.points for rate in (point.generated_per_second, point.prefill_per_second)]
     drawing = Chart(f"{found.artifact}: {found.level}, {found.threads} thread(s), {found.machine}",
-                    Axis.over("requests at once", many), Axis.over("tokens a second", rates, log=True))  # fmt: skip
+                    Axis.over("requests at once", many, whole=True), Axis.over("tokens a second", rates, log=True))  # fmt: skip
     for number, length in enumerate(sorted({point.prompt_tokens for point in found.points})):
         row = sorted((p for p in found.points if p.prompt_tokens == length), key=lambda p: p.concurrency)
         colour = COLOURS[number % len(COLOURS)]

@@ -27,6 +27,11 @@ def test_axes_of_few_or_odd_values(values):
         assert axis.high > axis.low and len(axis.ticks()) >= 2
 
 
+def test_counts_have_nothing_between_them():
+    assert Axis.over("layer", [0, 1, 2], whole=True).ticks() == [0, 1, 2]
+    assert Axis.over("layer", [30], whole=True).ticks()[:2] == [0, 5]
+
+
 def chart() -> Chart:
     return Chart("<title> & more", Axis("x", 0, 10), Axis("y", 1, 100, log=True))
 

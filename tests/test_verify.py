@@ -23,7 +23,7 @@ from adaptc.protocol import OpSpec, StateSpec, TensorSpec
 from adaptc.verify import tolerances, verify
 from adaptc.verify.guard import Crashed, Failed, Note, guarded
 from adaptc.verify.owners import Disagrees, Owners
-from adaptc.verify.plot import svg
+from adaptc.verify.plot import drawing as draw
 from adaptc.verify.report import Depth
 from adaptc.verify.subject import Subject
 from adaptc.verify.weights import tensor_order
@@ -96,7 +96,7 @@ def test_error_by_depth(whole, folder):
 
 def test_the_drawing_stays_inside_itself():
     """Also with infinite errors and exact agreement."""
-    drawing = ET.fromstring(svg([Depth(0, "a<b", 0.0, 1.0), Depth(1, "", float("inf"), 0.0)], "A & B"))
+    drawing = ET.fromstring(draw([Depth(0, "a<b", 0.0, 1.0), Depth(1, "", float("inf"), 0.0)], "A & B").svg())
     for circle in drawing.iter("{http://www.w3.org/2000/svg}circle"):
         assert 0 <= float(circle.get("cx")) <= 760 and 0 <= float(circle.get("cy")) <= 380
 
