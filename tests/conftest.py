@@ -18,6 +18,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="module")
+def kept_captures():
+    """A model is captured once for all tests that use this, as it is for a user's processes: they change no classes.
+    What may be kept, and that it gives the same program, is tested in test_derived."""
+    from adaptc.sources import derived
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(derived, "classes_may_be_changed", lambda: False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct in Q4_1 with a Q8_0 table (llama), 98 MB."""

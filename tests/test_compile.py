@@ -23,6 +23,8 @@ from adaptc.ir.module import STAGES, Program
 from adaptc.sources import open_source
 from adaptc.weights import parameter
 
+pytestmark = pytest.mark.usefixtures("kept_captures")
+
 FAMILIES = ("llama", "gemma3_text")
 
 
@@ -167,14 +169,14 @@ def test_every_stage_runs_on_the_reference_backend(model, stage):
 
 
 def test_same_bytes_in_other_processes(model, artifact, tmp_path):
-    """Other hash seeds, worker counts and working directories; an empty kernel cache."""
+    """Other hash seeds, worker counts and working directories; an empty cache of kernels and one that has them all."""
     code = ("import adaptc, sys; adaptc.compile(sys.argv[1], 'cpu', output=sys.argv[2], page_size=4, "
             "max_step_tokens=32, workers=int(sys.argv[3]))")
     for seed, workers in (("1", "1"), ("2", "2")):
         out = tmp_path / f"{seed}.adapt"
         where = tmp_path / f"cwd{seed}"
         where.mkdir()
-        env = os.environ | {"PYTHONHASHSEED": seed, "ADAPTC_CACHE": str(tmp_path / f"cache{seed}")}
+        env = os.environ | {"PYTHONHASHSEED": seed, "ADAPTC_CACHE": str(tmp_path / "cache")}
         subprocess.run([sys.executable, "-c", code, model, out, workers], check=True, cwd=where, env=env)
         assert same(artifact, out)
 

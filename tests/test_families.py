@@ -16,6 +16,8 @@ from adaptc import driver
 from adaptc.ir.module import Program
 from adaptc.verify import verify
 
+pytestmark = pytest.mark.usefixtures("kept_captures")
+
 NAMES = sorted(families.FAMILIES)
 
 

@@ -25,6 +25,8 @@ from adaptc.ir.module import Program
 from adaptc.sources import open_source
 from adaptc.verify import verify
 
+pytestmark = pytest.mark.usefixtures("kept_captures")
+
 Tensors = Iterator[tuple[str, np.ndarray]]
 
 

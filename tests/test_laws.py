@@ -16,6 +16,8 @@ import tiny_gguf
 from adaptc.runtime.sampler import Sampling
 from adaptc.runtime.session import load
 
+pytestmark = pytest.mark.usefixtures("kept_captures")
+
 PAGE_SIZES = (16, 1, 3)
 LENGTHS = (1, 2, 17, 60)  # the window is 16
 SAMPLINGS = (Sampling(), Sampling(1.0, seed=1), Sampling(0.7, top_k=9, seed=2), Sampling(1.3, top_p=0.8, seed=3))

@@ -28,6 +28,8 @@ from adaptc.sources import open_source
 from adaptc.weights import parameter
 from cpu_kernel import aligned
 
+pytestmark = pytest.mark.usefixtures("kept_captures")
+
 MODELS = {
     "llama": lambda folder: tiny_models.write(folder / "model", "llama"),
     "gemma3": lambda folder: tiny_models.write(folder / "model", "gemma3_text"),

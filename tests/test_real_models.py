@@ -17,6 +17,8 @@ import adaptc
 from adaptc.backends import codegen
 from adaptc.formats import FORMATS
 
+pytestmark = pytest.mark.usefixtures("kept_captures")
+
 DATA = Path(__file__).parent / "data"
 TOLERANCE = 5e-4
 MARGIN = 1e-3

@@ -24,6 +24,8 @@ from adaptc.runtime import tune
 from adaptc.runtime.loader import load_artifact
 from adaptc.tuning import Tuning, key_of
 
+pytestmark = pytest.mark.usefixtures("kept_captures")
+
 CODEGEN = backends.codegen("cpu")
 
 # ---- the law: no choice changes a bit

@@ -28,6 +28,8 @@ from adaptc.verify.report import Depth
 from adaptc.verify.subject import Subject
 from adaptc.verify.weights import tensor_order
 
+pytestmark = pytest.mark.usefixtures("kept_captures")
+
 TEXT = "Verification tells what was checked, and what was not. " * 4
 
 

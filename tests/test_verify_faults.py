@@ -27,6 +27,8 @@ from adaptc.runtime.pages import BlockTable
 from adaptc.verify import verify
 from adaptc.verify.report import Finding, Report
 
+pytestmark = pytest.mark.usefixtures("kept_captures")
+
 OPTIONS = {
     "gemma": planted.SIZES,
     "gguf": planted.SIZES | {"activations": "int8"},
@@ -164,15 +166,18 @@ def late_positions(fill):
     return late
 
 
-def mixed_requests(fill):
-    """The last token of a batch's first chunk goes to the second request's table."""
-    def mixed(self, chunks):
-        symbols = fill(self, chunks)
-        if symbols["R"] > 1:
-            self._request_rows[chunks[0].count - 1] = 1
-        return symbols
+def mixed_requests(token: int, steps: int):
+    """In the first ``steps`` steps of a batch, one token of the first chunk goes to the second request's table."""
+    def make(fill):
+        def mixed(self, chunks):
+            symbols = fill(self, chunks)
+            if symbols["R"] > 1 and chunks[0].start < steps * chunks[0].count:
+                self._request_rows[range(chunks[0].count)[token]] = 1
+            return symbols
 
-    return mixed
+        return mixed
+
+    return make
 
 
 SLOTS_SWAPPED = (
@@ -308,8 +313,11 @@ FAULTS = [
           laid_out(r'adaptc.linears"\((%\w+), (%\w+), (%\w+),', r'adaptc.linears"(\1, \3, \2,'), "linears",
           "model.layers.0.self_attn.q_proj", alone=False),
     Fault("two weights swapped", "plan", "gemma", "layer", swap_activation, "gated_linear", MLP),
+    # where the other request has no page, anything may be read, or nothing may lie there
     Fault("a token in another's table", "run time", "gemma", "equivalences",
-          patched(runtime_engine.Engine, "_fill", mixed_requests), r"attention|run time.*", ".*",
+          patched(runtime_engine.Engine, "_fill", mixed_requests(-1, 99)), "attention|run time.*", ".*", alone=False),
+    Fault("a token in another's table", "run time, a page that is there", "gemma", "equivalences",
+          patched(runtime_engine.Engine, "_fill", mixed_requests(0, 1)), "run time: the step's inputs", "",
           alone=False),
 ]  # fmt: skip
 

@@ -40,7 +40,7 @@ class Derived:
     @staticmethod
     def of(description: Iterable[str | bytes | memoryview] | None) -> "Derived":
         """Those of the model that ``description`` tells all about; none where it is None."""
-        if description is None or "transformers" in sys.modules:
+        if description is None or classes_may_be_changed():
             return Derived(ContentCache(None), None)
         return Derived(ContentCache.named("capture"), cache_key(*_code(), *description))
 
@@ -51,6 +51,11 @@ class Derived:
         if self._key is not None:
             self._cache.put(cache_key(self._key, what), content)
             self._cache.trim()
+
+
+def classes_may_be_changed() -> bool:
+    """Whether something in this process may have registered or patched classes that capture runs."""
+    return "transformers" in sys.modules
 
 
 def _code() -> Iterator[str | bytes]:

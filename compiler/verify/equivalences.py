@@ -99,21 +99,20 @@ def _guarded(subject: Subject, level: Level, way: Way, check: Callable[[], list[
 
 
 def _compare(subject: Subject, first: Way, second: Way) -> list[Finding]:
-    try:
-        expected = score(subject, first)[0]
-        got = score(subject, second)[0]
-    except Disagrees as error:
-        return [Finding(f"{second.name}: {error}", "run time: the step's inputs")]
+    expected, got = score(subject, first)[0], score(subject, second)[0]
     if got.tobytes() == expected.tobytes():
         return []
     off = float(np.abs(got.astype(np.float64) - expected).max())
+    differ = f"logits differ by up to {off:.2e}" if np.isfinite(off) else "some logits are not numbers"
     where, module, what = "logits", "", ""
-    found = _first_difference(subject, first, second)
+    try:
+        found = _first_difference(subject, first, second)
+    except Disagrees as error:
+        found, where, what = None, "run time: the step's inputs", f": {error}"
     if found:
         index, position = found
         (where, module), what = subject.describe(index), f"; it differs first at position {position}"
-    return [Finding(f"{second.name} gives other bits than {first.name}{what} (logits differ by up to {off:.2e})", where,
-                    module)]
+    return [Finding(f"{second.name} gives other bits than {first.name}{what} ({differ})", where, module)]
 
 
 def _decoding(subject: Subject, prompt: tuple[int, ...]) -> list[Finding]:
@@ -202,18 +201,15 @@ class _Rows(Watched):
 
 
 def _first_difference(subject: Subject, first: Way, second: Way) -> tuple[int, int] | None:
-    """(operator, position) of the first rows, in program order, that differ; of the first prompt. None when the rows
-    can't be told, or only those of sampled rows differ."""
+    """(operator, position) of the first rows, in program order, that differ; of the first prompt. None when only those of
+    sampled rows differ. Disagrees when a way's steps are fed with tokens that are no request's next ones."""
     operators = range(len(subject.plan.operators()))
     if len(first.prompts[0]) > RECORDED:
         operators = [i for i in operators if row(subject.plan.operators()[i].op).state is not None]
     recorded = []
     for way in (first, second):
         rows = _Rows(subject, len(way.before), operators)
-        try:
-            score(subject, way, watch=rows)
-        except Disagrees:
-            return None
+        score(subject, way, watch=rows)
         recorded.append(rows.rows)
     for index in operators:
         for position in sorted(recorded[0]):
