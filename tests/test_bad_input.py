@@ -6,8 +6,6 @@ import json
 import os
 import tempfile
 
-pytestmark = pytest.mark.usefixtures("kept_captures")
-
 os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp(prefix="adaptc-tests-modules-"))
 
 import struct
