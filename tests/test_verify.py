@@ -234,6 +234,24 @@ def test_rounding_is_allowed_and_a_missing_term_is_not(scale):
     assert (lambda error, bound: error > bound)(*check(total - x[:, 9, None] * w[None, :, 9]))
 
 
+def test_what_cancels_within_a_group_is_nobodys_fault():
+    """GELU as x·(1 + tanh u)/2: where tanh is almost -1 its last bit decides; another constant is still found."""
+    def group(cubic: float) -> dict:
+        ops = (("constant", (), {"value": number, "shape": (), "dtype": "f32"}) for number in (cubic, 0.79788456, 1.0, 0.5))
+        body = (*ops, ("mul", (0, 0), {}), ("mul", (5, 0), {}), ("mul", (6, 1), {}), ("add", (0, 7), {}),
+                ("mul", (8, 2), {}), ("tanh", (9,), {}), ("add", (10, 3), {}), ("mul", (0, 11), {}), ("mul", (12, 4), {}))
+        return {"body": body, "yields": (13,)}
+
+    x = np.linspace(-5, 3, 4001, dtype=np.float32)
+    wanted = row("group").meaning(group(0.044715), x)[0]
+    inner = np.float32(0.79788456) * (x + np.float32(0.044715) * x * x * x)
+    other = np.float32(0.5) * x * (1 + np.nextafter(np.tanh(inner.astype(np.float64)).astype(np.float32), np.float32(0)))
+    assert not np.array_equal(other, wanted)
+    assert tolerances.excess(row("group"), group(0.044715), (x,), other, 0, wanted, 1).ratio <= 1
+    wrong = row("group").meaning(group(0.0447), x)[0]
+    assert tolerances.excess(row("group"), group(0.044715), (x,), wrong, 0, wanted, 1).ratio > 1
+
+
 def test_a_choice_is_exact_and_a_code_may_lie_between_two():
     """Of 1000, one 8-bit code may be off by one; a router's choice may not."""
     for dtype, allowed in ((np.int8, True), (np.int32, False)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -106,12 +107,14 @@ def _infer_cast(attrs, operands):
     return (TensorSpec(attrs["dtype"], operands[0].shape),)
 
 
-def evaluate_body(attrs: Mapping[str, Any], values: list) -> list:
-    """Runs a group's body rows over arrays; see ``protocol.OpSpec`` for their form."""
+def evaluate_body(attrs: Mapping[str, Any], values: list, between: Callable = lambda value: value) -> list:
+    """Runs a group's body rows over arrays; see ``protocol.OpSpec`` for their form. ``between`` is applied to the
+    results of all but constants."""
     values = list(values)
     for name, indices, inner in attrs["body"]:
         operator = row(name)
-        values.extend(operator.meaning(operator.complete(dict(inner)), *(values[i] for i in indices)))
+        results = operator.meaning(operator.complete(dict(inner)), *(values[i] for i in indices))
+        values.extend(between(result) if indices else result for result in results)
     return [values[i] for i in attrs["yields"]]
 
 

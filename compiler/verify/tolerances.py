@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from adaptc.ops.axes import axis_map
+from adaptc.ops.elementwise import evaluate_body
 from adaptc.ops.mixing import RowState
 from adaptc.ops.table import OpRow
 from adaptc.protocol import OpSpec, StateSpec
@@ -114,7 +115,7 @@ def excess(row: OpRow, attrs: Mapping, operands: Sequence, got: np.ndarray, inde
         multiplied = max([1.0, *(_largest(o) for o in operands if isinstance(o, np.ndarray) and o.dtype.kind == "f")])
         allowed = BASE * unit * _size(wanted, row.elementwise) + length * SMALLEST * multiplied
         if not (error <= allowed / 2).all():
-            allowed = allowed + SPREAD * np.sqrt(length) * _noise(row, attrs, operands, index, wanted, unit)
+            allowed = allowed + SPREAD * np.sqrt(length) * _noise(row, attrs, operands, index, wanted)
         ratio = error / np.maximum(allowed, SMALLEST)
         worst = np.argmax(np.where(error > allowed, np.maximum(ratio, 1), ratio))
         largest = max(_largest(wanted), SMALLEST)
@@ -139,13 +140,17 @@ def _size(values: np.ndarray, each: bool) -> np.ndarray:
     return size if each or size.ndim == 0 else size.max(-1, keepdims=True)
 
 
-def _noise(row: OpRow, attrs, operands, index: int, wanted: np.ndarray, unit: float) -> np.ndarray:
-    """How far the meaning moves when float operands move by a unit roundoff each, at random."""
+def _noise(row: OpRow, attrs, operands, index: int, wanted: np.ndarray) -> np.ndarray:
+    """How far the meaning moves when float operands, and a group's values, move by a unit roundoff each, at random."""
     rng = np.random.default_rng(1)
     moved = np.zeros(wanted.shape)
     for _ in range(DRAWS):
         shaken = [_Shaken(o, rng) if isinstance(o, RowState) else _shaken(o, rng) for o in operands]
-        result = np.asarray(row.meaning(attrs, *shaken)[index])
+        if "body" in row.attrs:
+            results = evaluate_body(attrs, shaken, lambda value: _shaken(np.asarray(value), rng))
+        else:
+            results = row.meaning(attrs, *shaken)
+        result = np.asarray(results[index])
         moved = np.maximum(moved, np.where(np.isfinite(result), _distance(result, wanted), 0.0))
     return _size(moved, row.elementwise)
 
