@@ -7,7 +7,9 @@ Exit codes: 0 done, 2 bad input or usage (one clear sentence on stderr, with the
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, fields
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from adaptc.errors import AdaptcError, DamagedFileError, InputError, OptionError, RequestError, one_of
+from adaptc.errors import AdaptcError, DamagedFileError, InputError, OptionError, OutputError, RequestError, one_of
 from adaptc.options import CHOICES, CompileOptions
 
 
@@ -35,6 +37,13 @@ class _Commands(click.Group):
         except BrokenPipeError:
             sys.stderr.close()
             ctx.exit(0)
+        except OSError as error:
+            if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+            problem = OutputError(f"standard output can't be written: {error.strerror}.")
+            click.echo(f"adaptc: [{problem.code}] {problem}", err=True)
+            ctx.exit(problem.exit_code)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -355,13 +364,17 @@ def verify(artifact, level, against, text, plot, trust_remote_code, seed, as_jso
 @click.option("--threads", type=int, default=None, help="Threads. [default: the free cores]")
 @click.option("--level", help="Which of the artifact's levels to run. [default: the best that this machine runs]")
 @_as_json
-def bench(artifact, prompt_lengths, concurrency, new_tokens, rounds, ops, suite, seed, threads, level, as_json) -> None:
+@click.pass_context
+def bench(ctx, artifact, prompt_lengths, concurrency, new_tokens, rounds, ops, suite, seed, threads, level, as_json) -> None:
     """Measures ARTIFACT here: TTFT, TPOT, throughput and memory over prompt lengths and concurrency."""
     from adaptc import driver, report
     from adaptc.runtime import bench as measured
     from adaptc.runtime.session import load
 
     if suite is not None:
+        for name in ("prompt_lengths", "concurrency", "new_tokens", "rounds", "ops"):
+            if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+                raise OptionError(f"--suite measures points of its own; --{name.replace('_', '-')} has no meaning then.")
         driver.make_folder(suite)
     with load(artifact, threads=threads, level=level) as session:
         if suite is not None:
@@ -379,7 +392,8 @@ def bench(artifact, prompt_lengths, concurrency, new_tokens, rounds, ops, suite,
 
 @main.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--prompt", "prompt_tokens", default=256, show_default=True, help="Tokens of a prompt.")
+@click.option("--prompt", "prompt_tokens", type=int, default=None,
+              help="Tokens of a prompt. [default: 256, or as many as the context has room for]")
 @click.option("--concurrency", default=1, show_default=True, help="Requests at once.")
 @click.option("--steps", default=16, show_default=True, help="Decode steps.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompts, which are random token ids.")
@@ -437,10 +451,11 @@ def targets(as_json) -> None:
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The golden file (safetensors).")
 @click.option("--prompts", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="One prompt a line.")
+@click.option("--force", is_flag=True, help="Replace a golden file.")
 @click.option("--steps", default=48, show_default=True, help="Greedy tokens a prompt.")
 @click.option("--trust-remote-code", is_flag=True, help="Runs modelling code that lies in the model's folder.")
 @_as_json
-def golden(model, output, prompts, steps, trust_remote_code, as_json) -> None:
+def golden(model, output, prompts, force, steps, trust_remote_code, as_json) -> None:
     """Records what the authors' own MODEL answers, for `compile --goldens`."""
     from adaptc import golden as goldens
 
@@ -448,7 +463,7 @@ def golden(model, output, prompts, steps, trust_remote_code, as_json) -> None:
         lines = tuple(prompts.read_text("utf-8").splitlines()) if prompts else goldens.PROMPTS
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{prompts} can't be read: {error}.") from error
-    facts = goldens.record(model, output, prompts=lines, steps=steps, trust_remote_code=trust_remote_code,
+    facts = goldens.record(model, output, prompts=lines, steps=steps, force=force, trust_remote_code=trust_remote_code,
                            progress=_Bars(as_json))
     click.echo(json.dumps(facts, indent=1) if as_json else f"{output}: {len(lines)} prompts × {steps} steps.")
 

@@ -28,8 +28,11 @@ Progress = Callable[[str, int, int], None]
 DEFAULTS = CompileOptions()
 
 TOLERANCES = {"logits_absolute": 5e-4, "greedy_margin": 1e-3}
-"""Agreement of f32 activations with the authors' model in float32: largest difference of a logit, and the margin
-between the best two below which a greedy token may differ."""
+"""Agreement with the authors' model in float32 where nothing is stored coarser: largest difference of a logit, and
+the margin between the best two below which a greedy token may differ."""
+
+DIVERGENCE = {"f16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "int4": 5e-1}
+"""Where weights, caches or activations are: mean KL divergence from the authors' model (nats), by the coarsest."""
 
 PROFILE_CONTEXT = 1024
 """Cache rows that the profile table assumes a request has."""
@@ -561,9 +564,14 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
         tensors=source.digests(),
         requirements={level: setup.codegen.requirements(level) for level in setup.levels},
         options=setup.options.to_dict(),
-        tolerances=TOLERANCES if setup.options.activations == "f32" else {},
+        tolerances=_tolerances(setup.options),
         provenance=provenance,
     )
+
+
+def _tolerances(options: CompileOptions) -> dict[str, float]:
+    coarse = [DIVERGENCE[kept] for kept in (options.weights, options.kv, options.activations) if kept in DIVERGENCE]
+    return {"divergence": max(coarse)} if coarse else TOLERANCES
 
 
 def _packed(source, codegen, weight) -> tuple[bytes, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adaptc.errors import InputError, OptionError, OutputError, RequestError, UnsupportedError
+from adaptc.errors import ExistsError, InputError, OptionError, OutputError, RequestError, UnsupportedError
 
 TOP = 64
 PROBES = 192
@@ -39,7 +39,7 @@ PROMPTS = (
 
 
 def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, steps: int = 48,
-           trust_remote_code: bool = False, progress=None) -> dict:
+           force: bool = False, trust_remote_code: bool = False, progress=None) -> dict:
     """Writes a golden file for ``model`` and returns its metadata."""
     from safetensors.numpy import save
 
@@ -49,6 +49,8 @@ def record(model: str, output: Path, *, prompts: tuple[str, ...] = PROMPTS, step
         raise OptionError(f"steps must be an integer of at least 1, got {steps}.")
     if not Path(output).parent.is_dir():
         raise OutputError(f"{output} can't be written: the directory {Path(output).parent} does not exist.")
+    if not force and os.path.lexists(output):
+        raise ExistsError(f"{output} already exists.", hint="Give another name or --force to replace it.")
     source = authors_source(model, trust_remote_code)
     module, tokenizer = authors_model(source), authors_tokenizer(source)
     config = module.config.get_text_config()

@@ -115,6 +115,10 @@ class Codegen(Protocol):
     def select(self, spec: OpSpec) -> Selection | None:
         """Kernels for an operator, or None when this backend has none (then its decomposition is used)."""
 
+    def needs(self, operator: str) -> str:
+        """What must hold of an operator for ``select`` to have kernels for it, as the end of "kernels take …";
+        "" when nothing needs saying. Optional."""
+
     def choices(self, family: str) -> Mapping[str, Sequence[int]]:
         """Parameters that tuning may add to kernels of a family (``adaptc.tuning``), each with its legal values, the
         default first: they change no bit of what a kernel writes. OptionError for an unknown family; optional."""

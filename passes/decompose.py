@@ -16,11 +16,13 @@ from adaptc.protocol import OpSpec, TensorSpec
 
 @dataclass(frozen=True)
 class Decompose:
-    """Until ``supports`` has every operator, those it lacks become what their rows decompose into. Operators that
+    """Until ``supports`` has every operator, those it lacks become what their rows decompose into. ``needs`` says of an
+    operator what kernels for it take, for the error. Operators that
     alias their operand need no support. The fact "decomposed" says what became of which, for the coverage report.
     UnsupportedError lists every operator that is left, with its module."""
 
     supports: Callable[[OpSpec], bool]
+    needs: Callable[[str], str] = lambda operator: ""
     name: ClassVar[str] = "decompose"
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ("no_dead_code",)
@@ -35,7 +37,8 @@ class Decompose:
                     pass
                 merge_equal(function)
                 remove_dead(function)
-                missing += [f"  {_describe(node)} (in @{name})" for node in nodes(function) if self._lacks(node)]
+                missing += [f"  {_describe(node)} (in @{name}){self._wanted(node)}" for node in nodes(function)
+                            if self._lacks(node)]
         if became:
             program.set_fact("decomposed", {name: sorted(into) for name, into in sorted(became.items())})
         if missing:
@@ -46,6 +49,10 @@ class Decompose:
 
     def _lacks(self, node: Node) -> bool:
         return node.row is not None and not node.row.aliases and not self.supports(spec_of(node.op))
+
+    def _wanted(self, node: Node) -> str:
+        needs = self.needs(node.name)
+        return f"; kernels take {needs}" if needs else ""
 
     def _lower(self, node: Node, became: dict[str, set[str]]) -> bool:
         if not self._lacks(node) or node.row.decompose is None:

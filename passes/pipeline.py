@@ -86,7 +86,7 @@ def layout(options: CompileOptions, codegen: Codegen, key_block: int) -> tuple[P
         StoreStates(options.kv_dtype, options.page_size, key_block, options.max_context),
         QuantizeActivations(options.activations),
         # when types and operands are final: what a backend supports depends on them
-        Decompose(supports),
+        Decompose(supports, getattr(codegen, "needs", lambda operator: "")),
         # decompositions make elementwise arithmetic; grouping it again costs fewer passes over memory
         GroupElementwise(supports),
         # last: no operator's meaning depends on the packing order

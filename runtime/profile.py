@@ -18,6 +18,9 @@ from adaptc.runtime.sampler import check
 from adaptc.runtime.session import Session
 from adaptc.runtime.watch import Watched, side_engine
 
+PROMPT = 256
+"""Tokens of a prompt, if the context has room for them."""
+
 ROUNDS = 3
 """Prompts that prefill is measured over."""
 
@@ -88,13 +91,16 @@ class Profile:
         return asdict(replace(self, runs=()))
 
 
-def profile(session: Session, *, prompt_tokens: int = 256, concurrency: int = 1, steps: int = 16, seed: int = 0,
+def profile(session: Session, *, prompt_tokens: int | None = None, concurrency: int = 1, steps: int = 16, seed: int = 0,
             peaks: Peaks | None = None) -> Profile:  # fmt: skip
-    """Runs ``concurrency`` prompts of ``prompt_tokens`` tokens and ``steps`` decode steps after them. Raises
-    TooLongError when they don't fit the artifact's context."""
+    """Runs ``concurrency`` prompts of ``prompt_tokens`` tokens (None: ``PROMPT``, or as many as fit) and ``steps`` decode
+    steps after them. Raises TooLongError when they don't fit the artifact's context."""
     plan = session.plan
+    if prompt_tokens is None:
+        prompt_tokens = max(1, min(PROMPT, plan.max_context - steps - 1))
     for name, value in {"prompt_tokens": prompt_tokens, "concurrency": concurrency, "steps": steps}.items():
         check(name, value, Integral, "a positive integer", lambda v: v >= 1)
+    check("seed", seed, Integral, "an integer from 0 to 2**64-1", lambda v: 0 <= v < 2**64)
     if prompt_tokens + steps + 1 > plan.max_context:
         raise TooLongError(f"{prompt_tokens} prompt tokens and {steps} steps are more than the artifact's context, "
                            f"{plan.max_context}.", hint="Choose fewer.")  # fmt: skip

@@ -2,7 +2,7 @@
 
     python tests/families.py [NAME ...] [--seeds N] [--verify]     lists what fails, and why
 
-A family is a row: transformers' model_type and configuration keys. Hidden size 64, head widths multiples of 8,
+A family is a row: transformers' model_type and configuration keys. Hidden size 64, head widths multiples of 4,
 windows of 8 tokens, at least one layer of each type.
 """
 

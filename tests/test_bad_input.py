@@ -33,6 +33,12 @@ def model(tmp_path) -> Path:
     return tiny_models.write(tmp_path / "model", num_hidden_layers=1)
 
 
+def test_heads_of_a_width_that_kernels_lack(tmp_path):
+    model = tiny_models.write(tmp_path / "m", num_hidden_layers=1, head_dim=10)
+    with pytest.raises(UnsupportedError, match="attention.*kernels take widths of keys and values that are multiples of 4"):
+        adaptc.compile(model, "cpu", output=tmp_path / "a.adapt")
+
+
 def edit(path: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 

@@ -144,6 +144,9 @@ def test_bad_golden_requests(model, tmp_path):
     refused(adaptc_("golden", model, "-o", out, "--steps", 0), "steps")
     refused(adaptc_("golden", model, "-o", out, "--steps", 500), "context")
     assert not list(out.parent.iterdir())
+    out.write_text("kept")
+    refused(adaptc_("golden", model, "-o", out), "g.safetensors", "--force")
+    assert out.read_text() == "kept"
 
 
 def test_an_interrupt_within_an_exec_ends_with_130():
@@ -181,6 +184,13 @@ def test_interrupt(smollm2_gguf, tmp_path, delay):
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_output_that_can_not_be_written():
+    done = subprocess.run([*COMMAND, "targets"], stdout=open("/dev/full", "w"), stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("adaptc: [E0800] standard output can't be written: No space")
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_full_disk(model, tmp_path):

@@ -247,7 +247,8 @@ def test_bench_as_a_command(artifact):
     assert alone.splitlines()[4].split()[5:7] == ["-", "-"]  # no time between one token and itself
     adaptc_("bench", artifact, "--prompt-lengths", 4, "--concurrency", 1, "--new-tokens", 2, "--seed", 2**64 - 1)
     for seed in (-1, 2**64):
-        assert "[E0300] seed must be" in adaptc_("bench", artifact, "--seed", seed, code=2).stderr
+        for command in ("bench", "profile", "verify"):
+            assert "[E0300] seed must be" in adaptc_(command, artifact, "--seed", seed, code=2).stderr
     assert "[E0300] --concurrency" in adaptc_("bench", artifact, "--concurrency", "two", code=2).stderr
     assert "[E0702]" in adaptc_("bench", artifact, "--prompt-lengths", "120", code=2).stderr
     assert "[E0300] prompt_lengths must be" in adaptc_("bench", artifact, "--prompt-lengths", "0", code=2).stderr
@@ -413,6 +414,11 @@ def test_a_roofline_is_a_drawing_with_its_roofs(profiled):
     assert any("% of the roof" in (e.text or "") for e in xml.iter() if e.tag.endswith("title"))
 
 
+def test_a_profiles_prompt_fits_the_context(artifact):
+    found = json.loads(adaptc_("profile", artifact, "--steps", 2, "--json").stdout)
+    assert {p["context"] for p in found["phases"]} == {128 - 3, 128 - 1}
+
+
 def test_profile_refuses(artifact, tmp_path):
     done = adaptc_("profile", artifact, "--prompt", 10**6, code=2)
     assert "more than the artifact's context" in done.stderr
@@ -434,6 +440,9 @@ def test_a_suite_records_a_baseline(artifact, tmp_path, monkeypatch):
     assert data["threads"] == 1 and data["memory"]["resident, most"] > 0
     words = (tmp_path / "base" / "baseline.svg").read_text()
     assert "prompts of 8" in words and ElementTree.fromstring(words) is not None
+    for own in (("--ops",), ("--rounds", 1), ("--prompt-lengths", 8)):
+        assert own[0] in adaptc_("bench", artifact, "--suite", tmp_path / "none", *own, code=2).stderr
+    assert not (tmp_path / "none").exists()
 
 
 def test_bench_takes_medians_over_rounds(artifact, monkeypatch):

@@ -141,7 +141,8 @@ def test_windows(window, page_size):
 
 @pytest.mark.parametrize(
     "heads, kv_heads, width, value_width, key_block",
-    [(1, 1, 8, 8, 8), (9, 3, 64, 64, 32), (8, 1, 24, 40, 8), (3, 3, 80, 16, 32), (40, 1, 16, 8, 16), (5, 1, 8, 48, 16)],
+    [(1, 1, 8, 8, 8), (9, 3, 64, 64, 32), (8, 1, 24, 40, 8), (3, 3, 80, 16, 32), (40, 1, 16, 8, 16), (5, 1, 8, 48, 16),
+     (4, 2, 12, 20, 4), (2, 2, 100, 100, 32)],
 )
 def test_shapes(heads, kv_heads, width, value_width, key_block):
     cache = Cache(heads, kv_heads, width, value_width, key_block=key_block, lengths=(45, 4))
@@ -336,7 +337,8 @@ def test_bfloat16_keeps_nan_and_infinity():
 
 
 def test_widths_that_do_not_fill_vectors_are_declined():
-    assert attention.SELECT["attention"](Cache(width=12).spec) is None
+    assert attention.SELECT["attention"](Cache(width=10).spec) is None
+    assert "multiples of 4" in attention.NEEDS["attention"]
 
 
 @pytest.mark.parametrize("window, tokens", [(0, 23), (5, 23), (0, 280)])

@@ -106,6 +106,12 @@ def test_files_that_are_no_models(tmp_path):
         assert "A model is a GGUF file, a folder with config.json" in str(caught.value), name
 
 
+@pytest.mark.parametrize("model", ["", None, 3])
+def test_what_names_no_model(model):
+    with pytest.raises(InputError, match="names no model"):
+        open_source(model)
+
+
 def test_a_folder_of_gguf_files_names_them(tmp_path):
     tiny_gguf.write(tmp_path / "m.gguf")
     with pytest.raises(InputError, match=r"Name one of its files: m\.gguf"):

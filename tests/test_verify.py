@@ -13,6 +13,7 @@ import planted
 import pytest
 import tiny_models
 from click.testing import CliRunner
+from safetensors.numpy import load, save
 
 import adaptc
 from adaptc import golden
@@ -218,6 +219,34 @@ def test_the_reductions_length_is_what_is_summed():
     assert tolerances.reduction(row("expert_linear"), spec, sizes, 1) == 48, "of one expert's, not of all"
     elementwise = OpSpec("add", (q, q), (q,))
     assert tolerances.reduction(row("add"), elementwise, sizes, 1) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"max_requests": 1}, {"max_requests": 3, "max_step_tokens": 512, "page_size": 5}],
+                         ids=str)
+def test_steps_may_be_longer_than_contexts(tmp_path, options):
+    """More tokens a step than one request, or all of them, can hold."""
+    model = tiny_models.write(tmp_path / "m", num_hidden_layers=1, max_position_embeddings=64)
+    adaptc.compile(model, "cpu", output=tmp_path / "a.adapt", **options)
+    report = verify(tmp_path / "a.adapt", levels=("operator",))
+    assert report.passed, [finding for level in report.levels for finding in level.findings]
+
+
+@pytest.mark.parametrize("options", [{"kv": "int8"}, {"weights": "int4"}, {"kv": "bf16"}, {"activations": "int8"}], ids=str)
+def test_goldens_are_judged_by_what_values_are_stored_in(tmp_path, options):
+    """float32's tolerance for logits is no other format's; a mean divergence is, and it finds a model gone wrong."""
+    model = tiny_models.write(tmp_path / "m", num_hidden_layers=1)
+    golden.record(str(model), tmp_path / "g.safetensors", prompts=("Hello",), steps=4)
+    adaptc.compile(model, "cpu", output=tmp_path / "a.adapt", goldens=tmp_path / "g.safetensors", max_step_tokens=64,
+                   **options)
+    assert verify(tmp_path / "a.adapt", levels=("model",)).passed
+
+    def of_other_tokens(recorded: bytes) -> bytes:
+        tensors = load(recorded)
+        return save(tensors | {"top_ids": (tensors["top_ids"] + 1) % tiny_models.VOCABULARY})
+
+    planted.copy(tmp_path / "a.adapt", tmp_path / "b.adapt", "goldens.safetensors", of_other_tokens)
+    report = verify(tmp_path / "b.adapt", levels=("model",))
+    assert not report.passed and "divergence" in str([f.what for level in report.levels for f in level.findings])
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])

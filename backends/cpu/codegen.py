@@ -38,14 +38,20 @@ def _rows(table: str) -> Mapping[str, Any]:
 @functools.cache
 def _tables(table: str) -> tuple[dict[str, Any], dict[str, str]]:
     """(that union, the package by key of what isn't our own)."""
+    union = _own(table)
+    theirs = packages.added(packages.CPU_KERNELS, table, union, _PROBLEMS[table])
+    union |= {name: _blaming(a.extension, table, name, a.value) for name, a in theirs.items()}
+    return union, {name: a.extension.package for name, a in theirs.items()}
+
+
+def _own(table: str) -> dict[str, Any]:
+    """The kernel modules' tables of that name (NEEDS too: operator → what kernels for it take), keys unique."""
     union: dict[str, Any] = {}
     for module in sorted(m.name for m in pkgutil.iter_modules(kernel_modules.__path__)):
         rows = getattr(importlib.import_module(f"{kernel_modules.__name__}.{module}"), table, {})
         assert not union.keys() & rows.keys(), f"{module}.{table} repeats {sorted(union.keys() & rows.keys())}"
         union.update(rows)
-    theirs = packages.added(packages.CPU_KERNELS, table, union, _PROBLEMS[table])
-    union |= {name: _blaming(a.extension, table, name, a.value) for name, a in theirs.items()}
-    return union, {name: a.extension.package for name, a in theirs.items()}
+    return union
 
 
 _PROBLEMS: Mapping[str, Callable[[Any], str]] = {
@@ -94,6 +100,9 @@ class CpuCodegen:
     def select(self, spec: OpSpec) -> Selection | None:
         choose = _rows("SELECT").get(spec.op)
         return choose(spec) if choose else None
+
+    def needs(self, operator: str) -> str:
+        return _own("NEEDS").get(operator, "")
 
     def choices(self, family: str) -> Mapping[str, Sequence[int]]:
         return _family(family).choices

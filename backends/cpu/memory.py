@@ -19,7 +19,8 @@ class Region:
         try:
             memory = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
-            raise OptionError(f"{size} bytes of memory can't be had: {error}.", hint="Ask for fewer pages.") from error
+            raise OptionError(f"{size} bytes of memory can't be had: {error}.", hint="Load with fewer pages, or compile "
+                              "with a smaller --max-step-tokens, --max-requests or --page-size.") from error
         if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a system without huge pages: the same memory, somewhat slower
                 memory.madvise(mmap.MADV_HUGEPAGE)

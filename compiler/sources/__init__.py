@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,6 +36,8 @@ def open_source(model: Any, *, trust_remote_code: bool = False, waive: Iterable[
         from adaptc.sources.module import ModuleSource
 
         return ModuleSource(model, waiver)
+    if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
+        raise NotFoundError(f"{model!r} names no model.", hint=_MODELS)
     try:
         return _open(model, trust_remote_code, waiver)
     except OSError as error:

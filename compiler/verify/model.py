@@ -55,8 +55,10 @@ def log_sum_exp(logits: np.ndarray) -> np.ndarray:
 
 
 def _logits(session: Session, golden, level: Level, progress: Callable) -> None:
-    """Teacher-forced logits: best, probed, and their log-sum-exp, within the manifest's tolerance."""
-    allowed = session.manifest["tolerances"].get("logits_absolute")
+    """Teacher-forced logits (best, probed, and their log-sum-exp), within the manifest's tolerance; where values are
+    stored coarser than float32, the mean divergence is."""
+    stated = session.manifest["tolerances"]
+    allowed, most = stated.get("logits_absolute"), stated.get("divergence")
     worst, divergence, where = 0.0, [], (0, 0)
     count, skipped = len(golden["tokens"]), 0
     for i, (tokens, length) in enumerate(_sequences(golden)):
@@ -75,15 +77,18 @@ def _logits(session: Session, golden, level: Level, progress: Callable) -> None:
         divergence += (np.exp(theirs) * (theirs - (top - total[:, None]))).sum(1).tolist()
         progress("goldens", i + 1, count)
     level.figures["largest difference of a golden logit"] = worst
-    level.figures["mean divergence from the goldens (nats)"] = float(np.mean(divergence)) if divergence else 0.0
+    mean = float(np.mean(divergence)) if divergence else 0.0
+    level.figures["mean divergence from the goldens (nats)"] = mean
     level.covered.append(f"logits of {count - skipped} golden prompts × {golden['log_sum_exp'].shape[1]} steps "
                          "(best, probed, log-sum-exp)")
     if skipped:
         level.left_out.append(f"{skipped} goldens are longer than the artifact's context")
-    if allowed is None:
+    if most is not None and not mean <= most:
+        level.findings.append(Finding("the mean divergence from the goldens (nats) is too large", "logits", "", mean, most))
+    if allowed is None and most is None:
         level.left_out.append("golden logits are reported, not judged: the manifest states no tolerance for these "
                               "options")
-    elif not worst <= allowed:
+    elif allowed is not None and not worst <= allowed:
         level.findings.append(Finding(f"a golden logit of prompt {where[0]} at position {where[1]} differs (absolute)",
                                       "logits", "", worst, allowed))
 

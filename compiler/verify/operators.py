@@ -138,7 +138,10 @@ class Caller:
         """Of every case, each with the weights of another place."""
         rng = self.subject.random("operands", *variant.operators)
         run = self.run if row(variant.spec.op).state is None else self.run_stateful
-        maker = Maker(variant.spec, self.most, self.plan.max_context, rng)
+        most = self.most
+        if row(variant.spec.op).state is not None:  # a step can be longer than all that its requests may hold
+            most = {**most, "T": min(most["T"], most["R"] * self.plan.max_context)}
+        maker = Maker(variant.spec, most, self.plan.max_context, rng)
         for number, case in enumerate(maker.cases()):
             place = variant.operators[number % len(variant.operators)]
             self.subject.trying.put(place)
@@ -155,8 +158,8 @@ class Caller:
         kind: StateSpec = variant.spec.operands[operator.state]
         tokens, requests = case.sizes["T"], max(1, min(case.sizes["R"], case.sizes["T"]))
         past = max(case.past, (kind.window or 2 * kind.key_block) + kind.page_size + 3)
-        past = min(self.plan.max_context - tokens, past)
-        cache = Cache(kind, self.most["R"], self.plan.max_context, self.subject.random("pages"))
+        past = min(self.plan.max_context - -(-tokens // requests), past)
+        cache = Cache(kind, self.most["R"], self.plan.max_context, self.most["T"], self.subject.random("pages"))
         self.fill(variant, where, maker, cache, past)
         positions, owners, lengths = last_step(tokens, requests, past)
         for request, length in lengths.items():
@@ -167,7 +170,7 @@ class Caller:
             operands[index] = made
         operands = [self.value(where, i, o) for i, o in enumerate(operands)]
         case = Case(case.sizes, operands, f"{case.what} after {past} tokens")
-        return self.compare(variant, where, case, operands, copy.deepcopy(operands), past + tokens, cache)
+        return self.compare(variant, where, case, operands, copy.deepcopy(operands), int(positions.max()) + 1, cache)
 
     def fill(self, variant: Variant, where: Place, maker: Maker, cache: Cache, past: int) -> None:
         """The first request's past, by the kernels, in steps as large as they may be, and the oracle's rows of it."""

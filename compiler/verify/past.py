@@ -27,9 +27,10 @@ def aligned(shape, dtype, fill) -> np.ndarray:
 class Cache:
     """``memory``: (page pool, block table) as kernels take them; ``rows``: what the oracle reads in their place."""
 
-    def __init__(self, kind: StateSpec, requests: int, context: int, rng: np.random.Generator):
+    def __init__(self, kind: StateSpec, requests: int, context: int, tokens: int, rng: np.random.Generator):
+        """For one request of ``context`` tokens, and ``tokens`` of others."""
         page = kind.token_bytes() * kind.page_size
-        pages = -(-context // kind.page_size) * 2 + requests + 2
+        pages = -(-context // kind.page_size) + -(-tokens // kind.page_size) + requests + 2
         self.kind, self.rows = kind, RowState(kind)
         self.memory = (aligned((pages, page), np.uint8, 0xFF), aligned((requests, kind.max_pages), np.int32, -1))
         self.free = list(rng.permutation(pages))

@@ -337,3 +337,5 @@ def select(spec: OpSpec) -> Selection | None:
 
 
 SELECT = {"attention": select}
+
+NEEDS = {"attention": f"widths of keys and values that are multiples of {COLUMNS}"}

@@ -10,7 +10,7 @@ from typing import Any
 from adaptc.backends.cpu.kernels.base import PTR, Emitter, Value, vec
 from adaptc.plan import DTYPE_BYTES
 
-COLUMNS = 8
+COLUMNS = 4
 """Widths and key blocks are multiples of this, at every level."""
 
 LINE = 64
@@ -20,7 +20,7 @@ LINE = 64
 def common_lanes(e: Emitter, params: Mapping[str, Any]) -> int:
     """Lanes of the vectors of a kernel: the level's, or fewer where those don't divide the widths."""
     sizes = [params[name] for name in ("width", "value_width", "key_block") if name in params]
-    return next(n for n in (e.lanes, COLUMNS) if all(size % n == 0 for size in sizes))
+    return next(n for n in (e.lanes, 8, COLUMNS) if all(size % n == 0 for size in sizes))
 
 
 def load_index(e: Emitter, pointer: Value, index: Value) -> Value:
