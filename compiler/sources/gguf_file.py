@@ -182,7 +182,7 @@ def _placed(cursor: _Cursor, tensors: list[StoredTensor], alignment: Any) -> tup
             where = f"a multiple of {alignment} from {start} on" if expected is None else f"byte {expected}"
             raise cursor.damaged(f"the tensor {tensor.name!r} starts at byte {offset}, expected {where}, within the file")
         placed.append(StoredTensor(tensor.name, tensor.shape, tensor.type, offset))
-        size = _size(tensor)
+        size = size_of(tensor)
         if size is not None and size > len(cursor.data) - offset:
             raise cursor.damaged(f"the tensor {tensor.name!r} takes {size} bytes from byte {offset} on and "
                                  f"{len(cursor.data) - offset} are left")
@@ -190,7 +190,7 @@ def _placed(cursor: _Cursor, tensors: list[StoredTensor], alignment: Any) -> tup
     return tuple(placed)
 
 
-def _size(tensor: StoredTensor) -> int | None:
+def size_of(tensor: StoredTensor) -> int | None:
     """Bytes of a tensor by the ``gguf`` package's table; None for a type that it doesn't know."""
     import gguf
 
