@@ -43,13 +43,13 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
     tied = build.tied(module)
     stored = dict((bind or _itself)(build.stored_shapes(module), tied))
     stored |= {name: stored[owner] for name, owner in tied.items()}
+    text = config.get_text_config()
     with _evaluated(module), hooks.both_frequencies(module):
         constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         with build.on_one_device(module), hooks.installed(module):
-            exported = trace.trace(module)
+            exported = trace.trace(module, _context(text))
     program = walk(exported, stored, constants)
-    text = config.get_text_config()
-    program.set_fact("context", _context(text))
+    program.set_fact("context", min(filter(None, (_context(text), program.fact("context"))), default=0))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
     legality.check(program)
     check_locality(program)
