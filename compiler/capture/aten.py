@@ -220,8 +220,7 @@ def _picked(w, x, dim, rows: ir.Value) -> ir.Value:
     shape, rank = w.b.shape(x), w.b.rank(x)
     (count,) = w.b.shape(rows)
     dim %= rank
-    if isinstance(shape[dim], int) and (most := _most(w, rows)) is not None:
-        w.end_at(shape[dim] - most)
+    _end(w, rows, shape[dim])
     found = (*shape[:dim], count, *shape[dim + 1 :])
     flat = _elements(x)
     if flat.size and (flat == flat[0]).all():
@@ -243,6 +242,13 @@ def _elements(x: ir.Value) -> np.ndarray:
     while node is not None and node.name == "reshape":
         node = definer(node.operands[0])
     return np.ravel(node.attrs["value"]) if node is not None and node.name == "constant" else np.arange(0)
+
+
+def _end(w, rows: ir.Value, size: int | str) -> None:
+    """Positions that choose among a table's ``size`` rows may not pass its last one."""
+    most = _most(w, rows) if isinstance(size, int) else None
+    if most is not None:
+        w.end_at(size - most)
 
 
 def _most(w, x: ir.Value) -> int | None:
@@ -563,8 +569,7 @@ def _embedding(w, table, ids, *_):
     if len(wide) > 1:
         raise CaptureError(f"its ids are {w.b.shape(ids)}; expected one dimension.")
     flat = w.b.reshape(ids, shape=(wide[0] if wide else 1,))
-    if (most := _most(w, flat)) is not None:
-        w.end_at(w.b.shape(table)[0] - most)
+    _end(w, flat, w.b.shape(table)[0])
     return _reshape(w, w.b.embedding(flat, table))
 
 
