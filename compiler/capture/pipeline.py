@@ -8,6 +8,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 
 from adaptc.capture import build, hooks, trace
+from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.locality import check_locality
 from adaptc.capture.walk import Stored, walk
@@ -43,12 +44,13 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
     tied = build.tied(module)
     stored = dict((bind or _itself)(build.stored_shapes(module), tied))
     stored |= {name: stored[owner] for name, owner in tied.items()}
+    text = config.get_text_config()
     with _evaluated(module), hooks.both_frequencies(module):
         constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         with build.on_one_device(module), hooks.installed(module):
             exported = trace.trace(module)
-    program = walk(exported, stored, constants)
-    text = config.get_text_config()
+    fixed = {name: value for name, value in constants.items() if name not in stored}
+    program = walk(raised(exported, fixed, _context(text)), stored, constants)
     program.set_fact("context", _context(text))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
     legality.check(program)
