@@ -14,6 +14,7 @@ _GENERATION = "a default of generation, which the caller decides"
 _TEXT = "belongs to the tokenizer, which carries it itself"
 _PROVENANCE = "says where the model comes from"
 _STORAGE = "says how tensors are stored, which each tensor says itself"
+_ENCODER = "of an encoder, which a decoder that stands alone doesn't have"
 
 CONFIG: Mapping[str, str] = {
     "initializer_range": _TRAINING,
@@ -48,6 +49,7 @@ CONFIG: Mapping[str, str] = {
     "pad_token_id": _TEXT,
     "unk_token_id": _TEXT,
     "sep_token_id": _TEXT,
+    "cls_token_id": _TEXT,
     "output_attentions": "asks for values that a compiled model doesn't return",
     "output_hidden_states": "asks for values that a compiled model doesn't return",
     "return_dict": "chooses a container of results",
@@ -56,10 +58,23 @@ CONFIG: Mapping[str, str] = {
     "intermediate_size": "the width of dense layers, where there are any; another one shows in the tensors' shapes",
     "num_nextn_predict_layers": "layers that guess further tokens, which aren't part of the model's own forward",
     "summary_*": "belongs to classification heads",
+    "id2label.*": "names the classes of a classification head",
+    "label2id.*": "names the classes of a classification head",
+    "encoder_attention_heads": _ENCODER,
+    "encoder_ffn_dim": _ENCODER,
+    "encoder_layers": _ENCODER,
+    "encoder_layerdrop": _ENCODER,
+    "bigbird_pegasus:block_size": _ENCODER,
+    "bigbird_pegasus:num_random_blocks": _ENCODER,
     "original_max_position_embeddings": "read from rope_parameters by the scalings that need it",
     "is_llama_config": _PROVENANCE,
     "rope_interleaved": "a flag of the authors' own training code; transformers' class always has halves",
     "do_sample": _GENERATION,
+    "decoder_start_token_id": _GENERATION,
+    "suppress_tokens": _GENERATION,
+    "begin_suppress_tokens": _GENERATION,
+    "forced_bos_token_id": _GENERATION,
+    "forced_eos_token_id": _GENERATION,
     "temperature": _GENERATION,
     "top_k": _GENERATION,
     "top_p": _GENERATION,
@@ -71,7 +86,7 @@ CONFIG: Mapping[str, str] = {
     "use_embedding_sharing": "a head that isn't tied shows in the tensors",
     "transformers.js_config*": "for another runtime",
 }
-"""Keys of config.json (dotted when nested)."""
+"""Keys of config.json (dotted when nested), or of one model_type's alone, which then stands before a colon."""
 
 ALWAYS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
@@ -112,6 +127,8 @@ CONFIG_ALIASES: Mapping[str, tuple[str, ...]] = {
     "no_rope_layer_interval": ("no_rope_layers",),
     "sliding_window_pattern": ("layer_types",),
     "_sliding_window_pattern": ("layer_types",),
+    "global_attn_every_n_layers": ("layer_types",),
+    "local_attention": ("sliding_window",),
 }
 """Older spellings of keys → the names transformers reads them under; a ``*`` stands for the same text in both."""
 

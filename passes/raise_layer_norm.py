@@ -26,9 +26,8 @@ class RaiseLayerNorm:
 def _centred(b, node: Node):
     centred, weight = node.operands
     difference = find(centred, "sub")
-    if difference is None or mean_of(difference.operands[1]) != difference.operands[0]:
-        return None
-    return b.layer_norm(difference.operands[0], weight, **node.attrs)
+    mean = mean_of(difference.operands[1]) if difference else None
+    return b.layer_norm(mean, weight, **node.attrs) if mean is not None and mean == difference.operands[0] else None
 
 
 def _bias(b, node: Node):

@@ -21,6 +21,14 @@ FUNCTIONS = {
     "conditions_and_integers": lambda m, x: x * ((x > 0) < torch.arange(32)) + x * ((x > 0) == 1),
     "conditions_and_floats": lambda m, x: x * ((x > 0) < 0.5) + x * ((x > 0).to(torch.int64) > 0.5),
     "not": lambda m, x: torch.where(~(x > 0), x * 2, x) + x * torch.logical_not((x > 1).to(torch.int64)),
+    "repeat": lambda m, x: x * x[..., :4].repeat(1, 1, 8) + x[..., :2].repeat(1, 1, 1, 16).view_as(x),
+    "repeat_each": lambda m, x: x * x[..., :8].repeat_interleave(4, -1),
+    "write_one": lambda m, x: torch.select_scatter(x, x[..., 3] * 2, -1, 5),
+    "write_every_third": lambda m, x: x.slice_scatter(x[..., :10] * 2, -1, 1, 30, 3),
+    "write_every_second_to_the_end": lambda m, x: x.slice_scatter(x[..., :16] * 2, -1, 1, None, 2),
+    "pick_columns": lambda m, x: x * x[..., torch.tensor([3, 1, 1, 30]).repeat(8)],
+    "variance": lambda m, x: x * x.var(-1, keepdim=True) + x.var(-1, correction=0)[..., None] + x.var(2, False, True),
+    "rms_norm": lambda m, x: torch.rms_norm(x, (32,)) + torch.rms_norm(x, (32,), x.new_full((32,), 1.5), 1e-3),
     "scatter": lambda m, x: x.scatter(-1, x.topk(3)[1], 0.25),
 }
 

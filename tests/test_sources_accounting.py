@@ -82,6 +82,28 @@ def test_it_is_an_error_where_it_states_another_model(tmp_path, name, key, value
         traced(tmp_path, family(name) | {key: value}).check()
 
 
+BIGCODE = dict(model_type="gpt_bigcode", n_embd=32, n_head=4, n_layer=1, n_positions=64, vocab_size=80, multi_query=True,
+               num_key_value_heads=1)
+BART = dict(
+    model_type="bart", d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48, vocab_size=80,
+    max_position_embeddings=64, encoder_layers=3, encoder_attention_heads=8, encoder_ffn_dim=32, encoder_layerdrop=0.1,
+    decoder_start_token_id=2, forced_eos_token_id=2, id2label={"0": "no", "1": "yes"}, label2id={"no": 0, "yes": 1})
+BERT = dict(
+    model_type="modernbert-decoder", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=80, max_position_embeddings=64, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1,
+    pad_token_id=0)
+
+
+@pytest.mark.parametrize("config", [BIGCODE, BART, BERT], ids=lambda config: config["model_type"])
+def test_keys_that_classes_derive_others_from_and_those_of_other_parts_are_accounted_for(tmp_path, config):
+    traced(tmp_path, config).check()
+
+
+def test_what_a_class_derives_is_an_error_where_the_key_states_another(tmp_path):
+    with pytest.raises(InputError, match="reads 'num_key_value_heads' of the configuration"):
+        traced(tmp_path, BIGCODE | dict(num_key_value_heads=2)).check()
+
+
 def traced(folder, config):
     """The reads of building a module and running it once, as capture does."""
     from safetensors.torch import save_file

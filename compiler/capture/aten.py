@@ -1,21 +1,23 @@
 """ATen operators and what they become: one row each.
 
 A rule takes the walk and the operator's own arguments, in ATen's order (see PyTorch's native_functions.yaml): tensors
-are values of the dialect, numbers are numbers, "T" is the number of tokens. ``w.shape`` and ``w.dtype`` are the
-result's; operators whose result says all that they do (views, casts) read nothing else.
+are values of the dialect, numbers are numbers, "T" is the number of tokens and "T + 2" two more. ``w.shape`` and
+``w.dtype`` are the result's; operators whose result says all that they do (views, casts) read nothing else.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import re
 from dataclasses import dataclass
 from typing import Any, Callable
 
+import numpy as np
 from torch_mlir import ir
 
 from adaptc.errors import CaptureError
-from adaptc.ir.rewrite import definer
+from adaptc.ir.rewrite import definer, scalar, spec
 from adaptc.protocol import StateSpec
 
 Rule = Callable[..., Any]
@@ -190,6 +192,8 @@ def _cut(w, x, dim, start, end, step=1):
     whole = start in (None, 0) and step == 1 and (end is None or end == size or (isinstance(end, int) and end >= WHOLE))
     if whole:
         return x
+    if isinstance(size, int) and isinstance(start or 0, int) and step == 1 and _beyond(end) == (start or 0):
+        return _at_positions(w, x, dim, start or 0)
     if isinstance(size, str) or isinstance(start, str) or isinstance(end, str):
         raise CaptureError(f"it cuts [{start}:{end}:{step}] out of a dimension of {size}, the step's tokens, which "
                            "would make a token's result depend on how many others there are.")
@@ -197,6 +201,78 @@ def _cut(w, x, dim, start, end, step=1):
     starts, limits, strides = [0] * len(shape), [-1 if d == "T" else d for d in shape], [1] * len(shape)
     starts[dim], limits[dim], strides[dim] = lo, max(hi, lo), step
     return w.b.slice(x, starts=tuple(starts), limits=tuple(limits), strides=tuple(strides))
+
+
+def _beyond(number: Any) -> int | None:
+    """The c of a number of tokens T + c; None for another number."""
+    found = re.fullmatch(r"T(?: ([+-] \d+))?", number) if isinstance(number, str) else None
+    return int((found[1] or "0").replace(" ", "")) if found else None
+
+
+def _at_positions(w, x, dim, first: int) -> ir.Value:
+    """A table cut to as many rows as there are tokens, from row ``first`` on: of a sequence read from its start, each
+    token has the row of its position."""
+    return _picked(w, x, dim, w.b.add(w.positions, w.value(first, "i32")) if first else w.positions)
+
+
+def _picked(w, x, dim, rows: ir.Value) -> ir.Value:
+    """Slices of x along ``dim`` by their numbers i32[n]."""
+    shape, rank = w.b.shape(x), w.b.rank(x)
+    (count,) = w.b.shape(rows)
+    dim %= rank
+    if isinstance(shape[dim], int) and (most := _most(w, rows)) is not None:
+        w.end_at(shape[dim] - most)
+    found = (*shape[:dim], count, *shape[dim + 1 :])
+    flat = _elements(x)
+    if flat.size and (flat == flat[0]).all():
+        return _broadcast(w, w.b.constant(value=flat[0].item(), shape=(), dtype=w.b.dtype(x)), found)
+    if flat.size == shape[dim] and w.b.dtype(x) == "i32" and (flat == np.arange(flat.size)).all():
+        return w.b.reshape(rows, shape=found)
+    order = (dim, *(i for i in range(rank) if i != dim))
+    turned = x if dim == 0 else w.b.transpose(x, perm=order)
+    if rank == 2 and w.b.dtype(x) == "f32":
+        picked = w.b.embedding(rows, turned)
+    else:
+        picked = w.b.gather_rows(turned, rows)
+    return picked if dim == 0 else w.b.transpose(picked, perm=tuple(order.index(i) for i in range(rank)))
+
+
+def _elements(x: ir.Value) -> np.ndarray:
+    """A constant's elements in their order, one where all are the same; none of another value."""
+    node = definer(x)
+    while node is not None and node.name == "reshape":
+        node = definer(node.operands[0])
+    return np.ravel(node.attrs["value"]) if node is not None and node.name == "constant" else np.arange(0)
+
+
+def _most(w, x: ir.Value) -> int | None:
+    """The least c for which an index is known to be at most its token's position + c, by how it was made."""
+    node = definer(x)
+    if x == w.positions or node is None:
+        return 0 if x == w.positions else None
+    known = [_most(w, operand) for operand in node.operands]
+    if node.name in ("reshape", "cast", "broadcast"):
+        return known[0]
+    if node.name == "min":
+        return min((most for most in known if most is not None), default=None)
+    if node.name == "mul" and any(_condition(operand) is not None for operand in node.operands):
+        most = next((most for most in known if most is not None), None)
+        return None if most is None else max(most, 0)
+    if node.name in ("add", "sub"):
+        (one, other), (first, second) = node.operands, known
+        if first is not None and (number := scalar(other)) is not None:
+            return first + int(number if node.name == "add" else -number)
+        if node.name == "add" and second is not None and (number := scalar(one)) is not None:
+            return second + int(number)
+    return None
+
+
+def _condition(x: ir.Value) -> ir.Value | None:
+    """The truth values that a number is 1 or 0 by; None when it may be another number."""
+    if spec(x).dtype == "i1":
+        return x
+    node = definer(x)
+    return _condition(node.operands[0]) if node is not None and node.name == "cast" else None
 
 
 def _select(w, x, dim, index):
@@ -251,14 +327,40 @@ def _copy(w, x, y, *_):
 
 
 def _slice_scatter(w, x, y, dim=0, start=None, end=None, step=1):
-    """x with y in the place of its slice: what lies before, y, what lies after."""
-    size = w.b.shape(x)[dim]
-    if isinstance(size, str) or step != 1:
-        raise CaptureError(f"it writes [{start}:{end}:{step}] of a dimension of {size}; expected a contiguous part of a "
-                           "static one.")
-    lo, hi, _ = slice(start, end).indices(size)
-    pieces = ([_cut(w, x, dim, 0, lo)] if lo else []) + [w.value(y)] + ([_cut(w, x, dim, hi, size)] if hi < size else [])
-    return pieces[0] if len(pieces) == 1 else w.b.concat(*pieces, axis=dim % len(w.shape))
+    """x with y in the place of its slice: what lies before, y, what lies after; of every ``step`` elements the first."""
+    size, dim = w.b.shape(x)[dim], dim % len(w.shape)
+    if isinstance(size, str):
+        raise CaptureError(f"it writes [{start}:{end}:{step}] of a dimension of {size}; expected one of a static size.")
+    lo, hi, step = slice(start, end, step).indices(size)
+    written, y = range(lo, hi, step), w.value(y)
+    if step != 1:
+        before, after = w.shape[:dim], w.shape[dim + 1 :]
+        y = w.b.reshape(y, shape=(*before, len(written), 1, *after))
+        y = w.b.reshape(_broadcast(w, y, (*before, len(written), step, *after)), shape=(*before, len(written) * step, *after))
+        hi = min(lo + len(written) * step, size)
+        y = _cut(w, y, dim, 0, hi - lo)
+    pieces = ([_cut(w, x, dim, 0, lo)] if lo else []) + [y] + ([_cut(w, x, dim, hi, size)] if hi < size else [])
+    joined = pieces[0] if len(pieces) == 1 else w.b.concat(*pieces, axis=dim)
+    if step == 1:
+        return joined
+    shape = tuple(size if i == dim else 1 for i in range(len(w.shape)))
+    here = w.b.constant(value=[i in written for i in range(size)], shape=(size,), dtype="i1")
+    return w.b.select(w.b.reshape(here, shape=shape), joined, w.value(x))
+
+
+def _select_scatter(w, x, y, dim, index):
+    dim %= w.b.rank(x)
+    y = w.b.reshape(w.value(y), shape=(*w.shape[:dim], 1, *w.shape[dim + 1 :]))
+    index %= _static(w, x, dim)
+    return _slice_scatter(w, x, y, dim, index, index + 1)
+
+
+def _repeat(w, x, repeats):
+    """Each dimension as often as said; new ones stand in front."""
+    own = (1,) * (len(repeats) - w.b.rank(x)) + w.b.shape(x)
+    apart = w.b.reshape(x, shape=tuple(d for dim in own for d in (1, dim)))
+    wide = tuple(d for times, dim in zip(repeats, own) for d in (times, dim))
+    return _reshape(w, _broadcast(w, apart, wide))
 
 
 # ---- choices
@@ -295,7 +397,32 @@ def _extreme(kind: str) -> Rule:
 
 def _gather(w, x, dim, index, sparse_grad=False):
     _last(w, x, dim, "picks")
+    if all(d == 1 for d in w.b.shape(x)[:-1]):
+        return _reshape(w, _picked(w, w.b.reshape(x, shape=w.b.shape(x)[-1:]), 0, _numbers(w, index)))
     return w.b.take_along(x, w.value(index, "i32"))
+
+
+def _numbers(w, index: ir.Value) -> ir.Value:
+    """Numbers of rows as i32[n]."""
+    if w.b.dtype(index) == "i1":
+        raise CaptureError("it keeps the elements where a condition holds, whose number only a run has.")
+    shape = w.b.shape(index)
+    wide = tuple(d for d in shape if d != 1)
+    if len(wide) > 1:
+        raise CaptureError(f"its indices are {shape}; expected one dimension.")
+    return w.b.reshape(w.value(index, "i32"), shape=wide or (1,))
+
+
+def _index(w, x, indices):
+    """x[:, …, index, …]: slices along one dimension."""
+    given = [i for i, index in enumerate(indices) if index is not None]
+    if len(given) != 1:
+        raise CaptureError(f"it is indexed by {len(given)} tensors; expected one.")
+    return _reshape(w, _picked(w, x, given[0], _numbers(w, indices[given[0]])))
+
+
+def _index_select(w, x, dim, index):
+    return _reshape(w, _picked(w, x, dim, _numbers(w, index)))
 
 
 def _scatter(w, x, dim, index, value):
@@ -321,11 +448,11 @@ def _fill(value: float | None = None) -> Rule:
 
 def _arange(w, *bounds):
     start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
-    if (start, end, step) == (0, "T", 1):
-        return w.value(w.positions)
+    if step == 1 and isinstance(start, int) and _beyond(end) == start:
+        return w.b.add(w.value(w.positions), w.value(start)) if start else w.value(w.positions)
     if any(isinstance(bound, str) for bound in (start, end, step)):
-        raise CaptureError(f"it counts from {start} to {end} in steps of {step}; of dynamic ranges only 0 to T, the "
-                           "tokens' positions, has a meaning for a step that continues a sequence.")
+        raise CaptureError(f"it counts from {start} to {end} in steps of {step}; of dynamic ranges only those with one "
+                           "number for each token have a meaning for a step that continues a sequence.")
     cast = float if w.dtype.startswith("f") else int
     return w.b.constant(value=[cast(v) for v in _range(start, end, step)], shape=w.shape, dtype=w.dtype)
 
@@ -334,12 +461,35 @@ def _range(start, end, step):
     return [start + i * step for i in range(max(0, math.ceil((end - start) / step)))]
 
 
+COUNTED = 4
+"""Width of the rows by which conditions are counted: the least that attention takes."""
+
+
 def _cumsum(w, x, dim, dtype=None):
-    """Counting tokens: the running sum of ones over the step's tokens is their positions, plus one."""
-    if w.b.shape(x)[dim] != "T" or not _ones(x):
-        raise CaptureError("it sums over the tokens before each one; adaptc knows this for a mask of ones alone, where "
-                           "it counts them.")
-    return w.b.add(_broadcast(w, w.value(w.positions), w.shape), w.value(1))
+    """Counting tokens: of the step's tokens all of them, which are as many as the token's position says, or those that
+    meet a condition."""
+    condition = _condition(x)
+    if w.b.shape(x)[dim] != "T" or not (_ones(x) or condition is not None and set(w.b.shape(x)) <= {1, "T"}):
+        raise CaptureError("it sums over the tokens before each one; adaptc knows this for ones and conditions alone, "
+                           "where it counts tokens.")
+    count = w.b.add(w.positions, w.value(1, "i32"))
+    if not _ones(x):
+        most, fails = count, w.b.reshape(_not(w, condition), shape=("T",))
+        count = w.b.min(w.b.sub(most, _counted(w, fails)), most)
+    return _broadcast(w, w.b.reshape(w.value(count), shape=("T",)), w.shape)
+
+
+def _counted(w, condition: ir.Value) -> ir.Value:
+    """Tokens i32[T] of the same request, up to each token, that meet a condition i1[T]: attention that looks at all of
+    them alike gives their share."""
+    rows = ("T", 1, COUNTED)
+    alike = _broadcast(w, w.b.scalar(0.0), rows)
+    ones = _broadcast(w, w.b.reshape(w.b.cast(condition, dtype="f32"), shape=("T", 1, 1)), rows)
+    state = w.state(StateSpec((("k", 1, COUNTED), ("v", 1, COUNTED)), "f32", 0, 0, 0, 0))
+    share = w.b.attention(alike, alike, ones, w.positions, w.requests, state, scaling=1.0, window=0, softcap=0.0)
+    share = w.b.reshape(_cut(w, share, 2, 0, 1), shape=("T",))
+    tokens = w.b.cast(w.b.add(w.positions, w.value(1, "i32")), dtype="f32")
+    return w.b.cast(w.b.add(w.b.mul(share, tokens), w.b.scalar(0.5)), dtype="i32")  # casts cut what follows the point
 
 
 def _ones(x: ir.Value) -> bool:
@@ -368,6 +518,25 @@ def _reduced(w, x, kind, dims, keepdim):
     return w.b.reduce(x, kind=kind, axes=tuple(sorted(d % rank for d in dims)), keepdims=bool(keepdim))
 
 
+def _var(w, x, dims=None, unbiased=True, keepdim=False, *, correction=None):
+    x = w.value(x)
+    rank = w.b.rank(x)
+    dims = [d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))]
+    centred = w.b.sub(x, _reduced(w, x, "mean", dims, True))
+    mean = _reduced(w, w.b.mul(centred, centred), "mean", dims, keepdim)
+    count = math.prod(_static(w, x, d) for d in dims)
+    fewer = int(unbiased) if correction is None else correction
+    return mean if fewer == 0 else w.b.mul(mean, w.b.scalar(count / (count - fewer)))
+
+
+def _rms_norm(w, x, normalized, weight=None, eps=None):
+    if len(normalized) != 1:
+        raise CaptureError(f"it normalises {len(normalized)} dimensions; expected one.")
+    eps = float(np.finfo(np.float32).eps) if eps is None else float(eps)
+    weight = w.b.constant(value=1.0, shape=tuple(normalized), dtype="f32") if weight is None else weight
+    return w.b.rms_norm(x, weight, eps=eps)
+
+
 def _softmax(w, x, dim, *_):
     x = w.value(x)
     e = w.b.exp(w.b.sub(x, _reduced(w, x, "max", dim, True)))
@@ -394,6 +563,8 @@ def _embedding(w, table, ids, *_):
     if len(wide) > 1:
         raise CaptureError(f"its ids are {w.b.shape(ids)}; expected one dimension.")
     flat = w.b.reshape(ids, shape=(wide[0] if wide else 1,))
+    if (most := _most(w, flat)) is not None:
+        w.end_at(w.b.shape(table)[0] - most)
     return _reshape(w, w.b.embedding(flat, table))
 
 
@@ -525,10 +696,14 @@ TABLE: dict[str, Rule] = {
     "aten.view_as_real": _view_as_real,
     "aten.copy": _copy,
     "aten.slice_scatter": _slice_scatter,
+    "aten.select_scatter": _select_scatter,
+    "aten.repeat": _repeat,
     "aten.max": _extreme("max"),
     "aten.min": _extreme("min"),
     "aten.topk": _top_k,
     "aten.gather": _gather,
+    "aten.index": _index,
+    "aten.index_select": _index_select,
     "aten.scatter": _scatter,
     "aten.cumsum": _cumsum,
     "aten.slice": _parts(_slice),
@@ -549,9 +724,12 @@ TABLE: dict[str, Rule] = {
     "aten.sum": _reduce("sum"),
     "aten.amax": _reduce("max"),
     "aten.amin": _reduce("min"),
+    "aten.var": _var,
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.layer_norm": _layer_norm,
+    "aten.rms_norm": _rms_norm,
+    "aten._fused_rms_norm": lambda w, *args: (_rms_norm(w, *args), None),
     "aten.embedding": _embedding,
     "aten.linear": _linear,
     "aten.matmul": _matmul,

@@ -159,7 +159,6 @@ def _attention(names: dict[int, str]) -> Callable:
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
-        unknown += ["is_causal"] if is_causal is False or getattr(module, "is_causal", True) is False else []
         if unknown:
             raise CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "

@@ -48,10 +48,10 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
     with _evaluated(module), hooks.both_frequencies(module):
         constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         with build.on_one_device(module), hooks.installed(module):
-            exported = trace.trace(module)
+            exported = trace.trace(module, _context(text))
     fixed = {name: value for name, value in constants.items() if name not in stored}
     program = walk(raised(exported, fixed, _context(text)), stored, constants)
-    program.set_fact("context", _context(text))
+    program.set_fact("context", min(filter(None, (_context(text), program.fact("context"))), default=0))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
     legality.check(program)
     check_locality(program)

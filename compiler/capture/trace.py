@@ -39,20 +39,22 @@ class _Logits(torch.nn.Module):
         return self.module(input_ids=input_ids, use_cache=False).logits
 
 
-def trace(module: torch.nn.Module) -> torch.export.ExportedProgram:
-    """The graph of ids i64[1, T] → logits [1, T, V]. DynamicError when Python decides by values or by T what is
+def trace(module: torch.nn.Module, context: int = 0) -> torch.export.ExportedProgram:
+    """The graph of ids i64[1, T] → logits [1, T, V], for sequences of at most ``context`` tokens (0: any number).
+    DynamicError when Python decides by values or by T what is
     computed, CaptureError when torch can't trace the module with T dynamic for another reason."""
     ids = torch.zeros((1, SAMPLE), dtype=torch.int64, device=next(module.parameters()).device)
     try:
-        return _export(module, ids, deferred=False)
+        return _export(module, ids, context, deferred=False)
     except AdaptcError:
         raise
     except Exception:  # torch has no base class for what export raises; guards on T pass as assertions at run time
-        return _export(module, ids, deferred=True)
+        return _export(module, ids, context, deferred=True)
 
 
-def _export(module: torch.nn.Module, ids: torch.Tensor, *, deferred: bool) -> torch.export.ExportedProgram:
-    shapes = {"input_ids": {1: torch.export.Dim(TOKENS, min=2)}}
+def _export(module: torch.nn.Module, ids: torch.Tensor, context: int, *, deferred: bool) -> torch.export.ExportedProgram:
+    most = max(context, SAMPLE) if context else None
+    shapes = {"input_ids": {1: torch.export.Dim(TOKENS, min=2, max=most)}}
     modules = {id(m): name for name, m in module.named_modules()}
     with torch.no_grad(), lines_of_authors(), _quiet(), _decisions(modules) as decided:
         try:
@@ -63,17 +65,19 @@ def _export(module: torch.nn.Module, ids: torch.Tensor, *, deferred: bool) -> to
         except Exception as error:
             if not deferred:
                 raise
-            _check(decided, module)
+            _check(decided, module, context)
             raise _untraceable(module, error, running(traceback.walk_tb(error.__traceback__), modules)) from error
-    _check(decided, module)
+    _check(decided, module, context)
     return exported
 
 
-def _check(decided: list[tuple[Any, Place]], module: torch.nn.Module) -> None:
-    """DynamicError for the first decision that another number of tokens would make otherwise."""
+def _check(decided: list[tuple[Any, Place]], module: torch.nn.Module, context: int) -> None:
+    """DynamicError for the first decision that another number of tokens, of those that a sequence may have, would make
+    otherwise."""
+    lengths = sorted({n for n in LENGTHS if not context or n <= context} | {context or SAMPLE})
     for fact, place in decided:
         if len(fact.free_symbols) == 1 and not all(fact.subs(dict.fromkeys(fact.free_symbols, n)) == True  # noqa: E712
-                                                   for n in LENGTHS):
+                                                   for n in lengths):
             said = str(fact).replace(str(next(iter(fact.free_symbols))), TOKENS)
             raise DynamicError(f"{type(module).__name__} decides by the number of tokens what it computes, in {place}: "
                                f"of the traced example, {said} is true.", hint=_LENGTH_HINT)

@@ -149,6 +149,7 @@ class _Walk:
         self.shape: tuple = ()
         self.dtype = ""
         self.owned: Counter[str] = Counter()
+        self.end = 0
         self.read: dict[str, ir.Value] = {}
 
     def run(self) -> None:
@@ -174,6 +175,7 @@ class _Walk:
         flat = self.b.reshape(self.values[logits], shape=(TOKENS, vocabulary))
         func.ReturnOp([self.b.gather_rows(flat, sampled)], ip=self.point)
         self.program.set_fact("vocabulary", vocabulary)
+        self.program.set_fact("context", self.end)
         if brought := {package_of(key(node)) for node in graph.nodes if node.op == "call_function"} - {None}:
             self.program.set_fact("rules_of", sorted(brought))
 
@@ -262,20 +264,20 @@ class _Walk:
     # ---- what rules ask for
 
     def number(self, value: Any) -> Any:
-        """A traced number as a plain one, or the token symbol's name, or its expression as text."""
+        """A traced number as a plain one, or an expression of the number of tokens T as text: "T", "T + 2"."""
         if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value
         expression = value.node.expr
         if expression.is_number:
             return int(expression)
-        return TOKENS if expression == self.symbol else str(expression)
+        return str(expression).replace(str(self.symbol), TOKENS)
 
     def _dims(self, shape) -> tuple[int | str, ...]:
         dims = tuple(self.number(d) for d in shape)
         for dim in dims:
             if isinstance(dim, str) and dim != TOKENS:
-                raise CaptureError(f"a dimension is {dim.replace(str(self.symbol), TOKENS)}; the only one that may "
-                                   f"vary is {TOKENS} itself, the step's tokens.")
+                raise CaptureError(f"a dimension is {dim}; the only one that may vary is {TOKENS} itself, the step's "
+                                   "tokens.")
         return dims
 
     def _kind(self, dtype: torch.dtype) -> str:
@@ -300,6 +302,10 @@ class _Walk:
         if len(rows) == 1:
             return x
         return self.b.reshape(x, shape=(wide[0] if wide else 1, width)) if len(wide) <= 1 else None
+
+    def end_at(self, positions: int) -> None:
+        """Notes that a table has rows for this many positions."""
+        self.end = min(self.end or positions, positions)
 
     def lengths(self) -> ir.Value:
         """@step's argument for the tokens that each request may come to have; made when first asked for."""

@@ -24,7 +24,8 @@ class ConfigReads:
     def __init__(self, given: Mapping[str, Any], config: Any, place: str, waiver: Waiver):
         self.given, self.place, self.waiver = given, place, waiver
         self._values = dict(leaves(given))
-        self._always = waivers.ALWAYS.get(given.get("model_type", ""), {})
+        self._type = given.get("model_type", "")
+        self._always = waivers.ALWAYS.get(self._type, {})
         self.read: set[str] = set()
         self._declared = dict(type(config).attribute_map)
         self._layer_types = getattr(config, "layer_types", None)
@@ -47,13 +48,24 @@ class ConfigReads:
             )
 
     def _accounted(self, key: str) -> bool:
-        if waivers.reason(waivers.CONFIG, key) or self._default(key) or self._stated(key):
+        if any(waivers.reason(waivers.CONFIG, name) for name in (key, f"{self._type}:{key}")):
+            return True
+        if self._default(key) or self._stated(key):
             return True
         return any(self._canonical(name) in self.read or self._idle(name) for name in waivers.aliases(key))
 
     def _default(self, key: str) -> bool:
-        """Whether the value is the class's own default: leaving the key out would make no difference."""
-        return key in self.given and getattr(self._defaults, key, _MISSING) == self.given[key]
+        """Whether leaving the key out would make no difference: its value is the class's own default, or what the class
+        makes of the other keys."""
+        if key not in self.given:
+            return False
+        if getattr(self._defaults, key, _MISSING) == self.given[key]:
+            return True
+        try:
+            without = self._defaults(**{other: value for other, value in self.given.items() if other != key})
+        except Exception:  # whatever a class raises that can't do without the key
+            return False
+        return getattr(without, key, _MISSING) == self.given[key]
 
     def _stated(self, key: str) -> bool:
         """Whether the value is what the class always does, or what another key says that is accounted for."""

@@ -74,6 +74,25 @@ module attributes {adaptc.stage = "captured"} {
 // -----
 
 // RUN: raise_layer_norm
+// DECLINE: what is taken off is no mean.
+module attributes {adaptc.stage = "captured"} {
+  "adaptc.weight"() {stored = "f32", sym_name = "w", tensor = "w", type = tensor<32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %w = "adaptc.get"() {symbol = "w"} : () -> tensor<32xf32>
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %e = "adaptc.tanh"(%x) : (!x) -> !x
+    %c = "adaptc.sub"(%x, %e) : (!x, !x) -> !x
+    %y = "adaptc.rms_norm"(%c, %w) {eps = 1.0e-05 : f64} : (!x, tensor<32xf32>) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}
+
+// -----
+
+// RUN: raise_layer_norm
 // DECLINE: the normalised tensor is used without the bias as well.
 module attributes {adaptc.stage = "captured"} {
   "adaptc.weight"() {stored = "f32", sym_name = "w", tensor = "w", type = tensor<32xf32>} : () -> ()
