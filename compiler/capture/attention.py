@@ -2,9 +2,9 @@
 
     scores = q·kᵀ → a·scores + c → softmax over the keys → ·v        or torch's scaled_dot_product_attention
 
-Whatever stands between the first product and the softmax (scales, casts, where, masked_fill, sums with masks) is carried
-as ``Affine``: a factor and a shift of the scores. Both must follow from the number of tokens T alone, and are computed
-for some T: what a mask means is decided by its elements, however it was built. A token must see itself and all tokens
+Whatever stands between the first product and the softmax (scales, casts, where, masked_fill, sums with masks) is
+carried as ``Affine``: a factor and a shift of the scores. Both must follow from the number of tokens T alone, and are
+computed for some T: what a mask means is decided by its elements, however it was built. A token must see itself and all tokens
 before it, or the last W of them, with equal factors and no shift; others must be masked. The T that are tried lie
 around every integer that the mask is made with, so that none of them can change the rule beyond what was tried.
 """
@@ -236,7 +236,8 @@ class _Inserter:
         node = self.graph.call_function(torch.ops.aten.reshape.default, (x, list(shape)))
         node.meta = {k: v for k, v in self.place.meta.items() if k in ("nn_module_stack", "stack_trace")}
         with self.mode:
-            node.meta["val"] = x.meta["val"].reshape([d.meta["val"] if isinstance(d, torch.fx.Node) else d for d in shape])
+            sizes = [d.meta["val"] if isinstance(d, torch.fx.Node) else d for d in shape]
+            node.meta["val"] = x.meta["val"].reshape(sizes)
         return node
 
 
@@ -318,7 +319,7 @@ AFFINE: dict[str, Callable[..., Affine]] = {
     "aten.masked_fill": lambda x, mask, value: _where(mask, value, x),
     "aten.maximum": _at_least,
     "aten.max": _at_least,
-    "aten.clamp": lambda x, low=None: _at_least(x, low),
+    "aten.clamp": _at_least,
     "aten.clamp_min": _at_least,
     "aten.baddbmm": _baddbmm,
     **dict.fromkeys((*VIEWS, *COPIES), lambda x, *_: x),
@@ -493,7 +494,8 @@ class _Masks:
         """Numbers of tokens to try: small ones, and all around the integers that a mask is made with."""
         most = self.context or LARGEST
         around = {abs(n) + d for n in numbers if abs(n) < ENDLESS for d in (-1, 0, 1, 2)}
-        around = {n for n in around if n <= most} | ({most} if self.context and any(n > most for n in around) else set())
+        if self.context and any(n > most for n in around):
+            around = {n for n in around if n < most} | {most}
         if any(n > LARGEST for n in around):
             raise Unproven(f"its mask is made with {max(around)}, and adaptc tries masks of up to {LARGEST} tokens")
         return sorted({n for n in (*LENGTHS, *around) if 2 <= n <= most})
@@ -536,9 +538,9 @@ def _is_function(node: torch.fx.Node) -> bool:
 
 
 def _integers(values: Iterable[Any]) -> frozenset[int]:
-    """Integers that may be bounds: whole numbers of any type."""
+    """Integers that may be bounds: whole numbers of any type, but those that mask."""
     return frozenset(int(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)
-                     and math.isfinite(v) and v == int(v))
+                     and MASKED < v < math.inf and v == int(v))
 
 
 def _mask(like: torch.Tensor, padding: torch.Tensor | None, kind: str, window: int) -> torch.Tensor:
@@ -563,8 +565,9 @@ def _rule(scores: Callable[[int], Affine], lengths: list[int]) -> Rule:
     for count in lengths:
         try:
             form = scores(count)
-        except RuntimeError as error:
-            raise Unproven(f"for {count} tokens its mask can't be computed ({str(error).partition(chr(10))[0]})") from error
+        except (RuntimeError, TypeError) as error:  # torch's, or operands that no row of AFFINE takes
+            said = str(error).partition("\n")[0]
+            raise Unproven(f"for {count} tokens its mask can't be computed ({said})") from error
         window = _window(form, count)
         scales.add(_factor(form, count, window))
         if window < count:
@@ -586,9 +589,8 @@ def _window(form: Affine, count: int) -> int:
     window = int(seen[0, -1].sum())
     wrong = (seen != (behind >= 0) & (behind < window)).nonzero()
     if len(wrong):
-        _, i, j = wrong[0].tolist()
-        sees = bool(seen[0, i, j]) if len(seen) == 1 else bool(seen[wrong[0][0], i, j])
-        raise Unproven(f"of {count} tokens, token {i} {'sees' if sees else 'does not see'} token {j}")
+        head, i, j = wrong[0].tolist()
+        raise Unproven(f"of {count} tokens, token {i} {'sees' if seen[head, i, j] else 'does not see'} token {j}")
     return window
 
 
@@ -601,6 +603,6 @@ def _factor(form: Affine, count: int, window: int) -> float:
         raise Unproven("it adds to its scores what is neither 0 nor masks them, such as a bias by distance")
     scale = form.scale.expand(*form.scale.shape[:-2], count, count)
     first = scale.reshape(-1)[0]
-    if bool((scale.masked_fill(~seen, first) != first).any()):
+    if bool((scale.masked_fill(~seen, first) != first).any()) or bool((scale.abs() > first.abs()).any()):
         raise Unproven("its scores have several factors")
     return float(first)

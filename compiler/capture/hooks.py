@@ -64,7 +64,7 @@ def operators() -> None:
 
 
 def _mask_shape(like, padding, kind, window):
-    """Its shape and dtype are those of transformers' written out attention, which adds 0 or the least number to scores."""
+    """As transformers' written out attention has it: it adds 0 or the least number to scores."""
     return like.new_empty((like.shape[0], 1, like.shape[1], like.shape[1]), dtype=torch.float32)
 
 
