@@ -540,7 +540,7 @@ def _is_function(node: torch.fx.Node) -> bool:
 def _integers(values: Iterable[Any]) -> frozenset[int]:
     """Integers that may be bounds: whole numbers of any type, but those that mask."""
     return frozenset(int(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)
-                     and MASKED < v < math.inf and v == int(v))
+                     and (isinstance(v, int) or MASKED < v < math.inf and v == int(v)))
 
 
 def _mask(like: torch.Tensor, padding: torch.Tensor | None, kind: str, window: int) -> torch.Tensor:
