@@ -15,6 +15,8 @@ _TEXT = "belongs to the tokenizer, which carries it itself"
 _PROVENANCE = "says where the model comes from"
 _STORAGE = "says how tensors are stored, which each tensor says itself"
 _ENCODER = "of an encoder, which a decoder that stands alone doesn't have"
+_MODALITY = "of an encoder of sound or images, which a sequence of tokens doesn't go through"
+_EXPERTS = "the width of experts, where there are any; another one shows in the tensors' shapes"
 
 CONFIG: Mapping[str, str] = {
     "initializer_range": _TRAINING,
@@ -56,6 +58,8 @@ CONFIG: Mapping[str, str] = {
     "classifier_dropout": _TRAINING,
     "is_decoder": "a causal language model is one",
     "intermediate_size": "the width of dense layers, where there are any; another one shows in the tensors' shapes",
+    "moe_intermediate_size": _EXPERTS,
+    "shared_expert_intermediate_size": _EXPERTS,
     "num_nextn_predict_layers": "layers that guess further tokens, which aren't part of the model's own forward",
     "summary_*": "belongs to classification heads",
     "id2label.*": "names the classes of a classification head",
@@ -64,6 +68,8 @@ CONFIG: Mapping[str, str] = {
     "encoder_ffn_dim": _ENCODER,
     "encoder_layers": _ENCODER,
     "encoder_layerdrop": _ENCODER,
+    "audio_config.*": _MODALITY,
+    "vision_config.*": _MODALITY,
     "bigbird_pegasus:block_size": _ENCODER,
     "bigbird_pegasus:num_random_blocks": _ENCODER,
     "original_max_position_embeddings": "read from rope_parameters by the scalings that need it",

@@ -82,8 +82,8 @@ def test_it_is_an_error_where_it_states_another_model(tmp_path, name, key, value
         traced(tmp_path, family(name) | {key: value}).check()
 
 
-BIGCODE = dict(model_type="gpt_bigcode", n_embd=32, n_head=4, n_layer=1, n_positions=64, vocab_size=80, multi_query=True,
-               num_key_value_heads=1)
+BIGCODE = dict(model_type="gpt_bigcode", n_embd=32, n_head=4, n_layer=1, n_positions=64, vocab_size=80,
+               multi_query=True, num_key_value_heads=1)
 BART = dict(
     model_type="bart", d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48, vocab_size=80,
     max_position_embeddings=64, encoder_layers=3, encoder_attention_heads=8, encoder_ffn_dim=32, encoder_layerdrop=0.1,

@@ -220,8 +220,7 @@ def _picked(w, x, dim, rows: ir.Value) -> ir.Value:
     shape, rank = w.b.shape(x), w.b.rank(x)
     (count,) = w.b.shape(rows)
     dim %= rank
-    if isinstance(shape[dim], int) and (most := _most(w, rows)) is not None:
-        w.end_at(shape[dim] - most)
+    _end(w, rows, shape[dim])
     found = (*shape[:dim], count, *shape[dim + 1 :])
     flat = _elements(x)
     if flat.size and (flat == flat[0]).all():
@@ -245,11 +244,21 @@ def _elements(x: ir.Value) -> np.ndarray:
     return np.ravel(node.attrs["value"]) if node is not None and node.name == "constant" else np.arange(0)
 
 
+def _end(w, rows: ir.Value, size: int | str) -> None:
+    """Positions that choose among a table's ``size`` rows may not pass its last one."""
+    most = _most(w, rows) if isinstance(size, int) else None
+    if most is not None:
+        w.end_at(size - most)
+
+
 def _most(w, x: ir.Value) -> int | None:
     """The least c for which an index is known to be at most its token's position + c, by how it was made."""
+    if x == w.positions:
+        return 0
     node = definer(x)
-    if x == w.positions or node is None:
-        return 0 if x == w.positions else None
+    followed = ("reshape", "cast", "broadcast", "min", "mul", "add", "sub")
+    if node is None or node.name not in followed or spec(x).dtype != "i32":
+        return None
     known = [_most(w, operand) for operand in node.operands]
     if node.name in ("reshape", "cast", "broadcast"):
         return known[0]
@@ -258,12 +267,11 @@ def _most(w, x: ir.Value) -> int | None:
     if node.name == "mul" and any(_condition(operand) is not None for operand in node.operands):
         most = next((most for most in known if most is not None), None)
         return None if most is None else max(most, 0)
-    if node.name in ("add", "sub"):
-        (one, other), (first, second) = node.operands, known
-        if first is not None and (number := scalar(other)) is not None:
-            return first + int(number if node.name == "add" else -number)
-        if node.name == "add" and second is not None and (number := scalar(one)) is not None:
-            return second + int(number)
+    (one, other), (first, second) = node.operands, known
+    if first is not None and (number := scalar(other)) is not None and node.name != "mul":
+        return first + int(number if node.name == "add" else -number)
+    if second is not None and (number := scalar(one)) is not None and node.name == "add":
+        return second + int(number)
     return None
 
 
@@ -327,7 +335,7 @@ def _copy(w, x, y, *_):
 
 
 def _slice_scatter(w, x, y, dim=0, start=None, end=None, step=1):
-    """x with y in the place of its slice: what lies before, y, what lies after; of every ``step`` elements the first."""
+    """x with y in the place of its slice: what lies before, y, what lies after; of ``step`` elements the first."""
     size, dim = w.b.shape(x)[dim], dim % len(w.shape)
     if isinstance(size, str):
         raise CaptureError(f"it writes [{start}:{end}:{step}] of a dimension of {size}; expected one of a static size.")
@@ -336,7 +344,8 @@ def _slice_scatter(w, x, y, dim=0, start=None, end=None, step=1):
     if step != 1:
         before, after = w.shape[:dim], w.shape[dim + 1 :]
         y = w.b.reshape(y, shape=(*before, len(written), 1, *after))
-        y = w.b.reshape(_broadcast(w, y, (*before, len(written), step, *after)), shape=(*before, len(written) * step, *after))
+        y = _broadcast(w, y, (*before, len(written), step, *after))
+        y = w.b.reshape(y, shape=(*before, len(written) * step, *after))
         hi = min(lo + len(written) * step, size)
         y = _cut(w, y, dim, 0, hi - lo)
     pieces = ([_cut(w, x, dim, 0, lo)] if lo else []) + [y] + ([_cut(w, x, dim, hi, size)] if hi < size else [])
@@ -464,6 +473,9 @@ def _range(start, end, step):
 COUNTED = 4
 """Width of the rows by which conditions are counted: the least that attention takes."""
 
+ONE = 127
+"""What stands for 1 in them: every format of a cache keeps it exactly, the codes of int8 too."""
+
 
 def _cumsum(w, x, dim, dtype=None):
     """Counting tokens: of the step's tokens all of them, which are as many as the token's position says, or those that
@@ -483,13 +495,15 @@ def _counted(w, condition: ir.Value) -> ir.Value:
     """Tokens i32[T] of the same request, up to each token, that meet a condition i1[T]: attention that looks at all of
     them alike gives their share."""
     rows = ("T", 1, COUNTED)
-    alike = _broadcast(w, w.b.scalar(0.0), rows)
-    ones = _broadcast(w, w.b.reshape(w.b.cast(condition, dtype="f32"), shape=("T", 1, 1)), rows)
+    nothing = _broadcast(w, w.b.scalar(0.0), rows)
+    ones = w.b.mul(w.b.reshape(w.b.cast(condition, dtype="f32"), shape=("T", 1, 1)), w.b.scalar(float(ONE)))
     state = w.state(StateSpec((("k", 1, COUNTED), ("v", 1, COUNTED)), "f32", 0, 0, 0, 0))
-    share = w.b.attention(alike, alike, ones, w.positions, w.requests, state, scaling=1.0, window=0, softcap=0.0)
+    share = w.b.attention(nothing, nothing, _broadcast(w, ones, rows), w.positions, w.requests, state, scaling=1.0,
+                          window=0, softcap=0.0)
     share = w.b.reshape(_cut(w, share, 2, 0, 1), shape=("T",))
     tokens = w.b.cast(w.b.add(w.positions, w.value(1, "i32")), dtype="f32")
-    return w.b.cast(w.b.add(w.b.mul(share, tokens), w.b.scalar(0.5)), dtype="i32")  # casts cut what follows the point
+    found = w.b.mul(w.b.mul(share, tokens), w.b.scalar(1 / ONE))
+    return w.b.cast(w.b.add(found, w.b.scalar(0.5)), dtype="i32")  # casts cut what follows the point
 
 
 def _ones(x: ir.Value) -> bool:
@@ -563,8 +577,7 @@ def _embedding(w, table, ids, *_):
     if len(wide) > 1:
         raise CaptureError(f"its ids are {w.b.shape(ids)}; expected one dimension.")
     flat = w.b.reshape(ids, shape=(wide[0] if wide else 1,))
-    if (most := _most(w, flat)) is not None:
-        w.end_at(w.b.shape(table)[0] - most)
+    _end(w, flat, w.b.shape(table)[0])
     return _reshape(w, w.b.embedding(flat, table))
 
 

@@ -41,8 +41,8 @@ class _Logits(torch.nn.Module):
 
 def trace(module: torch.nn.Module, context: int = 0) -> torch.export.ExportedProgram:
     """The graph of ids i64[1, T] → logits [1, T, V], for sequences of at most ``context`` tokens (0: any number).
-    DynamicError when Python decides by values or by T what is
-    computed, CaptureError when torch can't trace the module with T dynamic for another reason."""
+    DynamicError when Python decides by values or by T what is computed, CaptureError when torch can't trace the module
+    with T dynamic for another reason."""
     ids = torch.zeros((1, SAMPLE), dtype=torch.int64, device=next(module.parameters()).device)
     try:
         return _export(module, ids, context, deferred=False)
@@ -52,7 +52,8 @@ def trace(module: torch.nn.Module, context: int = 0) -> torch.export.ExportedPro
         return _export(module, ids, context, deferred=True)
 
 
-def _export(module: torch.nn.Module, ids: torch.Tensor, context: int, *, deferred: bool) -> torch.export.ExportedProgram:
+def _export(module: torch.nn.Module, ids: torch.Tensor, context: int, *,
+            deferred: bool) -> torch.export.ExportedProgram:
     most = max(context, SAMPLE) if context else None
     shapes = {"input_ids": {1: torch.export.Dim(TOKENS, min=2, max=most)}}
     modules = {id(m): name for name, m in module.named_modules()}
