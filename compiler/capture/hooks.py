@@ -1,6 +1,6 @@
 """Attention, masks, experts and rope by length through transformers' own extension points, recorded as operators of their own.
 
-    adaptc::mask(like[1,T,D], padding, kind, window) -> bool[1,1,T,T]    stands for a mask, which is never computed
+    adaptc::mask(like[1,T,D], padding, kind, window) -> [1,1,T,T]    stands for a mask, which is never computed
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, sinks[H], scaling, window, softcap) -> [1,T,H,Dv]
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
@@ -64,7 +64,8 @@ def operators() -> None:
 
 
 def _mask_shape(like, padding, kind, window):
-    return like.new_empty((like.shape[0], 1, like.shape[1], like.shape[1]), dtype=torch.bool)
+    """As transformers' written out attention has it: it adds 0 or the least number to scores."""
+    return like.new_empty((like.shape[0], 1, like.shape[1], like.shape[1]), dtype=torch.float32)
 
 
 def _attention_shape(q, k, v, mask, sinks, scaling, window, softcap):

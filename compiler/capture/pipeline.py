@@ -8,6 +8,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 
 from adaptc.capture import build, hooks, trace
+from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.locality import check_locality
 from adaptc.capture.walk import Stored, walk
@@ -48,7 +49,8 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
         constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         with build.on_one_device(module), hooks.installed(module):
             exported = trace.trace(module, _context(text))
-    program = walk(exported, stored, constants)
+    fixed = {name: value for name, value in constants.items() if name not in stored}
+    program = walk(raised(exported, fixed, _context(text)), stored, constants)
     program.set_fact("context", min(filter(None, (_context(text), program.fact("context"))), default=0))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
     legality.check(program)

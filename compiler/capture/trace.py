@@ -105,6 +105,11 @@ _LENGTH_HINT = ("A step holds any number of tokens, of several requests: compute
                 "or fix the choice in the configuration.")
 
 
+BOOKKEEPING = ("_make_cache_entry", "check_contiguous_sizes_strides")
+"""Functions by which torch asks whether a table cut to T rows is all of it, to know how it lies in memory: that
+decides nothing of its elements."""
+
+
 @contextmanager
 def _decisions(modules: Mapping[int, str]) -> Iterator[list[tuple[Any, Place]]]:
     """What torch takes for granted about sizes within the block because Python asked, and where it asked."""
@@ -114,8 +119,9 @@ def _decisions(modules: Mapping[int, str]) -> Iterator[list[tuple[Any, Place]]]:
     original = ShapeEnv._log_guard
 
     def noted(self, prefix: str, fact: Any, forcing_spec: bool) -> None:
-        if "suppressed" not in prefix:
-            found.append((fact, running(reversed(list(traceback.walk_stack(None))), modules)))
+        frames = list(traceback.walk_stack(None))
+        if "suppressed" not in prefix and not any(frame.f_code.co_name in BOOKKEEPING for frame, _ in frames):
+            found.append((fact, running(reversed(frames), modules)))
         original(self, prefix, fact, forcing_spec)
 
     with mock.patch.object(ShapeEnv, "_log_guard", noted):

@@ -100,10 +100,10 @@ def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.Exported
     known = torch.export.default_decompositions()
     lacking = {n.target: known[n.target] for n in _unknown(exported.graph) if n.target in known}
     # running them, even none, also rewrites what writes into a tensor's memory as what makes a new one
-    return exported.run_decompositions(lacking) if lacking or any(map(_writes, exported.graph.nodes)) else exported
+    return exported.run_decompositions(lacking) if lacking or any(map(writes, exported.graph.nodes)) else exported
 
 
-def _writes(node: torch.fx.Node) -> bool:
+def writes(node: torch.fx.Node) -> bool:
     """Whether an operator changes a tensor in place."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
