@@ -311,8 +311,9 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
         coverage = _survey(captured, setup)
     with _timed(spent, "profile"):
         packed, assumed = type(source.dtype).published_bytes, min(PROFILE_CONTEXT, context)
+        formats = {name: source.formats[w.tensor] for name, w in whole.weights().items() if w.tensor in source.formats}
         rows = [row for tokens in sorted({1, setup.options.max_step_tokens})
-                for row in profile(whole, setup.target, packed, tokens=tokens, context=assumed, formats=source.formats)]
+                for row in profile(whole, setup.target, packed, tokens=tokens, context=assumed, formats=formats)]
     token, request = cache_bytes(whole, context)
     stored = sum(source.formats[name].published_bytes(shape) for name, shape in source.shapes.items())
     return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements), stored,

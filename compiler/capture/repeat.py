@@ -53,7 +53,7 @@ def stacks(module: torch.nn.Module, config: Any) -> tuple[Stack, ...]:
 
 def _stack(path: str, layers: torch.nn.ModuleList, config: Any) -> Stack | None:
     count = len(layers)
-    numbered = list(_lists(config.to_dict()))
+    numbered = list(_lists(vars(config)))
     kinds = [(_described(layer, i), tuple(_slice(values, i, count) for values in numbered))
              for i, layer in enumerate(layers)]
     for traced in range(LEAST, count):
@@ -64,13 +64,13 @@ def _stack(path: str, layers: torch.nn.ModuleList, config: Any) -> Stack | None:
     return None
 
 
-def _lists(content: Mapping[str, Any]) -> Iterator[list]:
-    """Every list in a configuration, in nested dicts too."""
-    for value in content.values():
-        if isinstance(value, Mapping):
-            yield from _lists(value)
-        elif isinstance(value, (list, tuple)):
+def _lists(content: dict[str, Any]) -> Iterator[Sequence]:
+    """Every list in a configuration, nested ones too. Looking here isn't reading a key: see ``sources.accounting``."""
+    for value in dict.values(content):
+        if isinstance(value, (list, tuple)):
             yield value
+        elif isinstance(value, dict) or hasattr(value, "attribute_map"):
+            yield from _lists(value if isinstance(value, dict) else vars(value))
 
 
 def _slice(values: Any, number: int, count: int) -> Any:
@@ -96,6 +96,8 @@ def _value(value: Any) -> Any:
         return tuple(value.shape), value.dtype, None if value.is_meta else value.numpy(force=True).tobytes()
     if isinstance(value, (list, tuple)):
         return tuple(map(_value, value))
+    if isinstance(value, dict):
+        return tuple((repr(k), _value(v)) for k, v in dict.items(value))
     plain = isinstance(value, (bool, int, float, str, type(None)))
     return (type(value), repr(value)) if plain else id(value)
 

@@ -12,14 +12,15 @@ from adaptc.protocol import TensorSpec
 
 
 def active(program: Program, elements: Mapping[str, int]) -> int:
-    """Of the parameters (``elements`` by name) those that one token reads: of experts the chosen ones, and nothing of
+    """Of the parameters (``elements`` by the tensor that holds them) those that one token reads: of experts the chosen ones, and nothing of
     tables in which rows are looked up by ids."""
+    tensors = {name: weight.tensor for name, weight in program.weights().items()}
     read: dict[str, int] = {}
     for _, spec, weights in placed(program):
         gathers = row(spec.op).gathers
         for i, (name, operand) in enumerate(zip(weights, spec.operands)):
-            if name in elements and isinstance(operand, TensorSpec):
-                read[name] = max(read.get(name, 0), _read(spec.operands, i, gathers))
+            if (tensor := tensors.get(name)) in elements and isinstance(operand, TensorSpec):
+                read[tensor] = max(read.get(tensor, 0), _read(spec.operands, i, gathers))
     return sum(min(count, elements[name]) for name, count in read.items())
 
 

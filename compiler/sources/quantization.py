@@ -43,7 +43,7 @@ def quantization(stated: Any, model: str) -> Quantization | None:
     if not stated:
         return None
     method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
-    if method not in KINDS:
+    if not isinstance(method, str) or method not in KINDS:
         raise _unknown(model, "quant_method", method, KINDS)
     known, read = KINDS[method]
     _check(stated, known, FIELD, model)
@@ -52,7 +52,9 @@ def quantization(stated: Any, model: str) -> Quantization | None:
 
 def _check(stated: Mapping[str, Any], known: Mapping[str, tuple | None], path: str, model: str) -> None:
     """UnsupportedError for a field beyond ``known``, or with a value beyond those it lists (None: any)."""
-    for name, value in stated.items():
+    if not isinstance(stated, Mapping):
+        raise _unknown(model, path.removeprefix(FIELD).lstrip("."), stated, known)
+    for name, value in (dict.fromkeys(REQUIRED & known.keys()) | stated).items():
         if name not in known:
             raise UnsupportedError(f"the field {path}.{name} of {model} is none that adaptc knows for this kind; it knows "
                                    f"{', '.join(known)}.", hint="Its meaning would change sizes unseen.")
@@ -66,7 +68,7 @@ def _unknown(model: str, field: str, value: Any, valid: Any) -> UnsupportedError
 
 
 def _fp8(stated: Mapping[str, Any], model: str) -> Quantization:
-    rows, columns = stated.get("weight_block_size") or (0, 0)
+    rows, columns = stated["weight_block_size"]
     scale = {None: "f32", "ue8m0": "e8m0"}[stated.get("scale_fmt")]
     format = WeightFormat(f"fp8_{rows}x{columns}", "f8", group=columns, rows=rows, scale=(scale,), superblock=columns)
     return Quantization(format, tuple(stated.get("modules_to_not_convert") or ()))
@@ -78,8 +80,8 @@ def _mxfp4(stated: Mapping[str, Any], model: str) -> Quantization:
 
 def _compressed(stated: Mapping[str, Any], model: str) -> Quantization:
     groups = stated.get("config_groups") or {}
-    if len(groups) != 1:
-        raise _unknown(model, "config_groups", list(groups), ("one group",))
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise _unknown(model, "config_groups", groups, ("one group",))
     (name, group), = groups.items()
     _check(group, _GROUP, f"{FIELD}.config_groups.{name}", model)
     weights = group.get("weights") or {}
@@ -94,6 +96,9 @@ def _compressed(stated: Mapping[str, Any], model: str) -> Quantization:
         raise _unknown(model, f"config_groups.{name}.weights.type", kind, ("int", "float"))
     return Quantization(format, tuple(stated.get("ignore") or ()))
 
+
+REQUIRED = {"weight_block_size", "fmt", "num_bits", "group_size", "strategy"}
+"""Fields without which nothing follows."""
 
 _GROUP: Mapping[str, tuple | None] = {
     "targets": (["Linear"],), "weights": None, "format": ("pack-quantized", "mxfp4-pack-quantized", None),
