@@ -638,6 +638,7 @@ def _contents(source, setup: _Setup, plan: "Plan", captured: "Program", programs
 
 
 def _tolerances(options: CompileOptions) -> dict[str, float]:
+    """What verification judges goldens by."""
     coarse = [DIVERGENCE[kept] for kept in (options.weights, options.kv, options.activations) if kept in DIVERGENCE]
     return {"divergence": max(coarse)} if coarse else TOLERANCES
 

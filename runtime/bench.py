@@ -20,7 +20,7 @@ from adaptc.chart import COLOURS, Axis, Chart
 from adaptc.errors import TooLongError
 from adaptc.plan import Operator, Plan, evaluate
 from adaptc.runtime.host import processor
-from adaptc.runtime.sampler import check
+from adaptc.runtime.sampler import check, check_seed
 from adaptc.runtime.session import Session
 from adaptc.runtime.watch import Watched, side_engine
 
@@ -103,7 +103,7 @@ def bench(session: Session, *, prompt_lengths: Sequence[int], concurrency: Seque
     for name, values in given.items():
         for value in values:
             check(name, value, Integral, "positive integers", lambda v: v >= 1)
-    check("seed", seed, Integral, "an integer from 0 to 2**64-1", lambda v: 0 <= v < 2**64)
+    check_seed(seed)
     if max(prompt_lengths) + new_tokens > plan.max_context:
         raise TooLongError(f"{max(prompt_lengths)} prompt tokens and {new_tokens} new ones are more than the "
                            f"artifact's context, {plan.max_context}.", hint="Choose fewer.")  # fmt: skip

@@ -14,7 +14,7 @@ from adaptc.errors import TooLongError
 from adaptc.plan import Operator, Plan, evaluate, kind_of
 from adaptc.runtime.bench import prompt
 from adaptc.runtime.peaks import Peaks
-from adaptc.runtime.sampler import check
+from adaptc.runtime.sampler import check, check_seed
 from adaptc.runtime.session import Session
 from adaptc.runtime.watch import Watched, side_engine
 
@@ -100,7 +100,7 @@ def profile(session: Session, *, prompt_tokens: int | None = None, concurrency: 
         prompt_tokens = max(1, min(PROMPT, plan.max_context - steps - 1))
     for name, value in {"prompt_tokens": prompt_tokens, "concurrency": concurrency, "steps": steps}.items():
         check(name, value, Integral, "a positive integer", lambda v: v >= 1)
-    check("seed", seed, Integral, "an integer from 0 to 2**64-1", lambda v: 0 <= v < 2**64)
+    check_seed(seed)
     if prompt_tokens + steps + 1 > plan.max_context:
         raise TooLongError(f"{prompt_tokens} prompt tokens and {steps} steps are more than the artifact's context, "
                            f"{plan.max_context}.", hint="Choose fewer.")  # fmt: skip

@@ -59,7 +59,7 @@ class Sampling:
         check("temperature", self.temperature, Real, "a number ≥ 0 that float32 holds", lambda v: 0 <= v <= LARGEST)
         check("top_k", self.top_k, Integral, "an integer ≥ 0 (0 = off)", lambda v: v >= 0)
         check("top_p", self.top_p, Real, "a number in (0, 1]", lambda v: 0 < v <= 1)
-        check("seed", self.seed, Integral, "an integer from 0 to 2**64-1", lambda v: 0 <= v < 2**64)
+        check_seed(self.seed)
         check("min_p", self.min_p, Real, "a number in [0, 1] (0 = off)", lambda v: 0 <= v <= 1)
         check("repetition_penalty", self.repetition_penalty, Real, "a number > 0 that float32 holds (1 = off)",
               lambda v: 1 / LARGEST <= v <= LARGEST)  # fmt: skip
@@ -91,6 +91,11 @@ def check(name: str, value: object, kind: type, wanted: str, valid) -> None:
     """Raises OptionError, which names the option, unless ``value`` is of ``kind`` (never a bool) and ``valid``."""
     if isinstance(value, bool) or not isinstance(value, kind) or not valid(value):
         raise OptionError(f"{name} must be {wanted}, got {value!r}.")
+
+
+def check_seed(seed: object) -> None:
+    """Raises OptionError for what is no seed of numpy's generators."""
+    check("seed", seed, Integral, "an integer from 0 to 2**64-1", lambda v: 0 <= v < 2**64)
 
 
 def _is_bias(bias: Mapping) -> bool:

@@ -91,8 +91,9 @@ func.func private @futex(%word: !llvm.ptr, %operation: i64, %value: i64) {{
 }}
 
 // Waits until the word's generation is no longer %seen: spins for an eighth of %spin cycles, gives way at every turn
-// for the rest of them unless that was dear too often (%dear counts), then sleeps. The sleeper announces itself before the kernel compares the
-// generation, and the signaller changes the generation before it looks for sleepers: one of them sees the other.
+// for the rest of them unless that was dear too often (%dear counts), then sleeps. The sleeper announces itself before
+// the kernel compares the generation, and the signaller changes the generation before it looks for sleepers: one of them
+// sees the other.
 func.func private @wait(%word: !llvm.ptr, %seen: i32, %spin: i64, %dear: !llvm.ptr) {{
   %one = arith.constant 1 : i32
   %once = arith.constant 1 : i64

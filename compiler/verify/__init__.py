@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,12 +36,12 @@ def verify(artifact: str | os.PathLike, *, levels: Sequence[str] = LEVELS, again
 
     Raises AdaptcError for what can't be verified at all: a damaged artifact, one for another machine, bad options.
     """
+    from adaptc.runtime.sampler import check_seed
+
     for level in levels:
         if level not in LEVELS:
             raise one_of("level", level, LEVELS)
-    from adaptc.runtime.sampler import check
-
-    check("seed", seed, Integral, "an integer from 0 to 2**64-1", lambda v: 0 <= v < 2**64)
+    check_seed(seed)
     if text is not None and "model" not in levels and "layer" not in levels:
         raise OptionError("a text is given, but neither the model nor the layer level, which read it, is checked.")
     from adaptc.verify import equivalences, layers, model, operators, weights
