@@ -136,7 +136,7 @@ def group(**changes):
     (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
     (FP8 | {"fmt": "e5m2"}, "fmt"),
     (FP8 | {"rotation": True}, "rotation"),
-    ({"quant_method": "fp8"}, "weight_block_size"),
+    ({"quant_method": "fp8", "fmt": "e4m3"}, "weight_block_size"),
     (MXFP4 | {"block": 16}, "block"),
     (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     (PACKED | {"config_groups": {}}, "config_groups"),

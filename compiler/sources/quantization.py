@@ -54,7 +54,7 @@ def _check(stated: Mapping[str, Any], known: Mapping[str, tuple | None], path: s
     """UnsupportedError for a field beyond ``known``, or with a value beyond those it lists (None: any)."""
     if not isinstance(stated, Mapping):
         raise _unknown(model, path.removeprefix(FIELD).lstrip("."), stated, known)
-    for name, value in (dict.fromkeys(REQUIRED & known.keys()) | stated).items():
+    for name, value in (dict.fromkeys(name for name in known if name in REQUIRED) | stated).items():
         if name not in known:
             raise UnsupportedError(f"the field {path}.{name} of {model} is none that adaptc knows for this kind; it knows "
                                    f"{', '.join(known)}.", hint="Its meaning would change sizes unseen.")
@@ -97,7 +97,7 @@ def _compressed(stated: Mapping[str, Any], model: str) -> Quantization:
     return Quantization(format, tuple(stated.get("ignore") or ()))
 
 
-REQUIRED = {"weight_block_size", "fmt", "num_bits", "group_size", "strategy"}
+REQUIRED = ("weight_block_size", "fmt", "num_bits", "group_size", "strategy")
 """Fields without which nothing follows."""
 
 _GROUP: Mapping[str, tuple | None] = {
