@@ -261,11 +261,28 @@ def _tools(path: Path | None):
 @_compile_options
 @_as_json
 def inspect(what, stage, show_plan, show_memory, show_profile, target, as_json, **options) -> None:
-    """Shows what is in WHAT: a model or an artifact. Without a flag, a summary."""
-    from adaptc import driver, report
+    """Shows what is in WHAT: a model or an artifact. Without a flag, a summary.
+
+    Of a config.json, or a folder with that and no weights: parameters, caches, bodies, profile and coverage at full
+    size, without weights.
+    """
+    from adaptc import driver, report, sources
 
     if (stage is not None) + show_plan + show_memory + show_profile > 1:
         raise OptionError("--ir, --plan, --memory and --profile-table each print another thing; give one of them.")
+    flag = "--ir" if stage is not None else "--plan" if show_plan else "--memory" if show_memory else ""
+    if sources.is_described(what):
+        if flag:
+            raise OptionError(f"{flag} needs weights, and {what} is a configuration without them.",
+                              hint="Without a flag, its sizes, profile and coverage are printed; --profile-table prints "
+                              "the profile alone.")
+        found = driver.sizes(what, target, **options)
+        if show_profile:
+            rows = [asdict(row) for row in found.profile]
+            click.echo(json.dumps(rows, indent=1) if as_json else report.profile_text(found.profile))
+        else:
+            click.echo(json.dumps(found.to_dict(), indent=1) if as_json else report.sizes_text(found))
+        return
     if stage is not None:
         text = driver.stage_text(what, stage, target, **options)
         click.echo(json.dumps({"stage": stage, "ir": text}) if as_json else text, nl=as_json)

@@ -65,11 +65,8 @@ class CompileReport:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+    def timed(self, stage: str):
+        return _timed(self.seconds, stage)
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -164,10 +161,13 @@ class Survey:
 
 def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> Survey:
     """How ``target`` carries out every operator of ``model``, whether or not it can be compiled for it."""
+    return _survey(*_open(model, target, options))
+
+
+def _survey(captured: "Program", setup: "_Setup") -> Survey:
     from adaptc.passes.pipeline import layout, lower_to, run_passes
     from adaptc.planner.coverage import Lenient, survey
 
-    captured, setup = _open(model, target, options)
     lenient = Lenient(setup.codegen)
     passes = layout(setup.pass_options(captured), lenient, setup.target.key_block)
     decompose = next(i for i, one in enumerate(passes) if one.name == "decompose")
@@ -257,6 +257,74 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
     if (Path(what) / MANIFEST).is_file():
         summary["goldens"] = "present" if (Path(what) / GOLDENS).is_file() else "none"
     return Inspection(summary, _memory(plan), plan, _profile(setup, lowered, plan))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is known of a model from its configuration alone. ``weights`` are bytes of the files, as it says that they are
+    stored; ``cache_token`` and ``cache_request`` bytes with ``kv`` rows and ``context`` tokens; ``bodies`` how many
+    places call each distinct body; ``notes`` what to know of how this was found."""
+
+    model: str
+    architecture: str
+    parameters: int
+    active: int
+    weights: int
+    kv: str
+    context: int
+    cache_token: int
+    cache_request: int
+    bodies: dict[str, int]
+    coverage: Survey
+    profile: "list[ProfileRow]"
+    seconds: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes:
+    """The full-size model of a configuration (config.json, or a folder with that and no weights), captured, folded and
+    fused without weights. InputError where ``path`` is no such thing.
+
+    ``kv="auto"`` is here the configuration's own dtype.
+    """
+    from adaptc.capture import capture
+    from adaptc.passes.pipeline import lower_to, run_passes
+    from adaptc.passes.store_states import StoreStates
+    from adaptc.planner.profile import profile
+    from adaptc.planner.sizes import active, cache_bytes
+    from adaptc.sources import open_described
+
+    setup = _Setup.of(target, CompileOptions.of(options))
+    source = open_described(path, setup.options.waive)
+    spent: dict[str, float] = {}
+    with _timed(spent, "capture"):
+        captured = capture(source, brief=True)
+    with _timed(spent, "fuse"):
+        whole = lower_to(captured, "sharded").last.copy()
+    kv = source.dtype.name if setup.options.kv == "auto" else setup.options.kv
+    context = setup.context(captured) or PROFILE_CONTEXT
+    run_passes(whole, (StoreStates(kv, setup.options.page_size, setup.target.key_block, context),))
+    with _timed(spent, "coverage"):
+        coverage = _survey(captured, setup)
+    with _timed(spent, "profile"):
+        packed, assumed = type(source.dtype).published_bytes, min(PROFILE_CONTEXT, context)
+        formats = {name: source.formats[w.tensor] for name, w in whole.weights().items() if w.tensor in source.formats}
+        rows = [row for tokens in sorted({1, setup.options.max_step_tokens})
+                for row in profile(whole, setup.target, packed, tokens=tokens, context=assumed, formats=formats)]
+    token, request = cache_bytes(whole, context)
+    stored = sum(source.formats[name].published_bytes(shape) for name, shape in source.shapes.items())
+    return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements), stored,
+                 kv, context, token, request, _bodies(whole), coverage, rows, spent, source.notes())
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
 def peaks(backend: str, level: str, threads: int) -> "Peaks":

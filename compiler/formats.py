@@ -11,6 +11,7 @@ which is the definition of the GGML block formats (https://github.com/ggml-org/g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class WeightFormat:
     zero        subtracted from the integer code
     values      what each integer code stands for, where that isn't the integer itself
     group       columns that share one scale; 0 for float codes
+    rows        rows that do, too
     scale       dtypes of the scale's levels, innermost first: ("f16",) or ("u6", "f16") = 6-bit × f16
     minimum     dtypes of the minimum's levels, same convention; () = none
     min_sign    +1: value = scale*code + minimum (Q4_1); -1: scale*code - minimum (Q4_K)
@@ -36,6 +38,7 @@ class WeightFormat:
     min_sign: int = 1
     superblock: int = 0
     values: tuple[int, ...] = ()
+    rows: int = 1
 
     @property
     def is_float(self) -> bool:
@@ -45,6 +48,19 @@ class WeightFormat:
     def bits(self) -> int:
         """Bits of one code."""
         return int(self.codes.lstrip("bfiu"))
+
+    def published_bytes(self, shape: tuple[int, ...]) -> int:
+        """What a file takes for a tensor of ``shape``: its codes, and a scale and a minimum a group."""
+        *lead, columns = (1, *shape)
+        lines = prod(lead)
+        total = -(-lines * columns * self.bits // 8)
+        if not self.group:
+            return total
+        groups = -(-columns // self.group) * -(-lines // self.rows)
+        widths = [int(dtype.lstrip("bfiue").removesuffix("m0")) for dtype in (*self.scale[:1], *self.minimum[:1])]
+        outer = [int(dtype.lstrip("bfiu")) for dtype in (*self.scale[1:], *self.minimum[1:])]
+        blocks = -(-columns // self.superblock) * lines if outer else 0
+        return total + -(-(groups * sum(widths) + blocks * sum(outer)) // 8)
 
 
 def _f(*args, **kw) -> tuple[str, WeightFormat]:

@@ -150,6 +150,25 @@ def summary_text(facts) -> str:
     return "\n".join(lines) + "\n\n" + memory_text(facts.memory)
 
 
+def sizes_text(found) -> str:
+    """The report of ``adaptc inspect`` of a configuration."""
+    facts = (
+        ("model", f"{found.model} ({found.architecture})"),
+        ("parameters", f"{found.parameters:,} ({quantity(found.parameters)})"),
+        ("active, a token", f"{found.active:,} ({quantity(found.active)}), without the input embedding"),
+        ("weights as stored", f"{found.weights:,} bytes"),
+        (f"cache ({found.kv}), a token", f"{found.cache_token:,} bytes"),
+        (f"cache, a request of {found.context} tokens", f"{found.cache_request:,} bytes"),
+        ("distinct bodies", ", ".join(f"{name} × {count}" for name, count in found.bodies.items()) or "none"),
+    )
+    return "\n\n".join([
+        table(("size", "value"), facts),
+        "Compute profile\n" + profile_text(found.profile),
+        "Operator coverage\n" + survey_text(found.coverage),
+        *(f"Note: {note}." for note in found.notes),
+    ])
+
+
 def targets_text(rows) -> str:
     return table(
         ("target", "backend", "levels", "compute", "memory bandwidth"),

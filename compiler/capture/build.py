@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import traceback
 from contextlib import contextmanager
+from math import prod
 from typing import Any, Iterator
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from adaptc.capture.places import running
 from adaptc.errors import AdaptcError, InputError, UnsupportedError
@@ -19,7 +21,8 @@ def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
 
     Each parameter moves to the meta device as it is registered, so that initialising it costs nothing, while the
     constructors' own arithmetic (rotary frequencies, embedding scales) runs on the CPU. Memory pages of parameters
-    are never touched.
+    are never touched, and what is larger than ``LARGE`` isn't even reserved: a layer's experts can take more than the
+    machine has.
     """
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -29,7 +32,8 @@ def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
         raise UnsupportedError(f"transformers has no causal language model for model_type {config.model_type!r}.")
     handle = register_module_parameter_registration_hook(_on_meta)
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=remote).eval()
+        with _Reserving():
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=remote).eval()
     except AdaptcError:
         raise
     except Exception as error:  # whatever the authors' constructors and torch raise on sizes that make no sense
@@ -38,6 +42,25 @@ def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
                          f"{str(error).partition(chr(10))[0]} ({place.source or 'nowhere in its own code'}).") from error
     finally:
         handle.remove()
+
+
+LARGE = 1 << 24
+"""Elements from which on an empty tensor has nothing behind it while a module is built."""
+
+
+class _Reserving(TorchFunctionMode):
+    """Large tensors of no content (``torch.empty``) are made on the meta device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.empty and _elements(args, kwargs) >= LARGE:
+            kwargs = kwargs | {"device": "meta"}
+        return function(*args, **kwargs)
+
+
+def _elements(args: tuple, kwargs: dict[str, Any]) -> int:
+    size = kwargs.get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
+    return prod(int(n) for n in size)
 
 
 def _on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None):

@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from adaptc.capture import build, hooks, trace
+from adaptc.capture import build, hooks, repeat, trace
 from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.locality import check_locality
@@ -19,16 +19,19 @@ Bind = Callable[[Mapping[str, tuple[int, ...]], Mapping[str, str]], Mapping[str,
 """(parameter → shape, tied parameter → the one whose storage it shares) → parameter → how the files store it."""
 
 
-def capture(source: Any) -> Program:
-    """The program of a ``sources.Source``, at stage "captured".
+def capture(source: Any, *, brief: bool = False) -> Program:
+    """The program of a ``sources.Source``, at stage "captured"; ``brief``: layers traced once a kind where that is proved
+    to give the same (``capture.repeat``).
 
     CaptureError when the module can't be captured; InputError when its files say what no code reads, or lack tensors.
     OptionError when the caller waives what is used.
     """
     with source.account_config() as reads:
         module = source.module() or build.build(source.config, source.trust_remote_code)
+        source.built(module)
         ignored = sorted(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
-        program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied, ignored))
+        program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied, ignored),
+                                 brief=brief)
     reads.check()
     source.check_waived()
     if left_out := source.left_out([*build.stored_shapes(module), *build.tied(module)], ignored):
@@ -36,16 +39,29 @@ def capture(source: Any) -> Program:
     return program
 
 
-def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = None, *, folded: bool = True) -> Program:
+def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = None, *, folded: bool = True,
+                   brief: bool = False) -> Program:
     """The program of a transformers causal LM, whose parameters may be on the meta device.
 
-    Without ``bind``, every parameter is a tensor of its own name. The module is left as it was.
+    Without ``bind``, every parameter is a tensor of its own name. ``brief`` needs ``folded``. The module is left as it
+    was.
     """
     tied = build.tied(module)
     stored = dict((bind or _itself)(build.stored_shapes(module), tied))
     stored |= {name: stored[owner] for name, owner in tied.items()}
+    found = repeat.stacks(module, config) if brief and folded else ()
+    if found:
+        try:
+            return _captured(module, config, stored, folded, found)
+        except repeat.NotRepeated:
+            pass  # all layers are traced then
+    return _captured(module, config, stored, folded, ())
+
+
+def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored], folded: bool,
+              found: Sequence[repeat.Stack]) -> Program:
     text = config.get_text_config()
-    with _evaluated(module), hooks.both_frequencies(module):
+    with repeat.cut(module, found), _evaluated(module), hooks.both_frequencies(module):
         constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         with build.on_one_device(module), hooks.installed(module):
             exported = trace.trace(module, _context(text))
@@ -57,6 +73,8 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
     check_locality(program)
     if folded:
         fold(program)
+        for stack in found:
+            repeat.unroll(program, stack, stored)
         legality.check(program)
     return program
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
+from torch_mlir import ir
+
+from adaptc.formats import WeightFormat
 from adaptc.ir.build import is_operator
 from adaptc.ir.module import STEP, Program, callee, joined, source_of, spec_of
+from adaptc.ops.table import row
 from adaptc.plan import kind_of
 from adaptc.planner.cost import PackedBytes, cost_of, evaluate
-from adaptc.protocol import TensorSpec
+from adaptc.protocol import OpSpec, TensorSpec
 from adaptc.targets import Target
 
 
@@ -28,12 +34,14 @@ class ProfileRow:
     bound: str
 
 
-def profile(program: Program, target: Target, packed: PackedBytes, *, tokens: int, context: int) -> list[ProfileRow]:
-    """Rows in program order for a step of ``tokens`` tokens of one request with ``context`` tokens in the cache."""
+def profile(program: Program, target: Target, packed: PackedBytes, *, tokens: int, context: int,
+            formats: Mapping[str, WeightFormat] = MappingProxyType({})) -> list[ProfileRow]:
+    """Rows in program order for a step of ``tokens`` tokens of one request with ``context`` tokens in the cache.
+    ``formats`` says how matrices are stored whose types don't, by the weight's name."""
     symbols = {"T": tokens, "R": 1, "S": 1, "C": context}
     groups: dict[tuple, list] = {}
-    for path, op in places(program):
-        spec = spec_of(op)
+    for path, spec, weights in placed(program):
+        spec = _stored(spec, weights, formats)
         cost = cost_of(spec, packed)
         key = (kind_of(path), spec.op, _shapes(spec))
         count, flops, moved, _ = groups.get(key, (0, 0.0, 0.0, ""))
@@ -59,6 +67,34 @@ def places(program: Program):
                     yield joined(source_of(op), source_of(inner)), inner
         elif _runs(op):
             yield source_of(op), op
+
+
+def placed(program: Program) -> Iterator[tuple[str, OpSpec, tuple[str, ...]]]:
+    """As ``places``: (absolute module path, operator, the weight or state that each operand is, "" for other values)."""
+    functions = program.functions()
+    for op in functions[STEP].entry_block.operations:
+        names = tuple(_symbol(value) for value in op.operation.operands)
+        if op.operation.name == "func.call":
+            for inner in functions[callee(op)].entry_block.operations:
+                if _runs(inner):
+                    arguments = (ir.BlockArgument(v).arg_number if isinstance(v.owner, ir.Block) else None
+                                 for v in inner.operation.operands)
+                    yield (joined(source_of(op), source_of(inner)), spec_of(inner),
+                           tuple("" if n is None else names[n] for n in arguments))
+        elif _runs(op):
+            yield source_of(op), spec_of(op), names
+
+
+def _symbol(value: ir.Value) -> str:
+    owner = value.owner
+    return owner.attributes["symbol"].value if not isinstance(owner, ir.Block) and owner.name == "adaptc.get" else ""
+
+
+def _stored(spec: OpSpec, weights: Sequence[str], formats: Mapping[str, WeightFormat]) -> OpSpec:
+    matrices = row(spec.op).matrix_operands(spec.operands)
+    operands = tuple(replace(o, format=formats[name]) if i in matrices and name in formats else o
+                     for i, (o, name) in enumerate(zip(spec.operands, weights)))
+    return replace(spec, operands=operands)
 
 
 def _runs(op) -> bool:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adaptc.errors import AdapterError, DamagedFileError, InputError, NotFoundError
 from adaptc.sources.binding import Binding
@@ -15,7 +15,10 @@ from adaptc.sources.tensor import SourceTensor
 from adaptc.sources.text import TextBundle
 from adaptc.sources.waiver import Waiver
 
-__all__ = ["Binding", "Source", "SourceTensor", "TextBundle", "open_source"]
+if TYPE_CHECKING:
+    from adaptc.sources.described import DescribedSource
+
+__all__ = ["Binding", "Source", "SourceTensor", "TextBundle", "is_described", "open_described", "open_source"]
 
 _MODELS = (
     "A model is a GGUF file, a folder with config.json and safetensors, or a hub id such as "
@@ -42,6 +45,24 @@ def open_source(model: Any, *, trust_remote_code: bool = False, waive: Iterable[
         return _open(model, trust_remote_code, waiver)
     except OSError as error:
         raise DamagedFileError(f"{error.filename or model} can't be read: {error.strerror or error}.") from error
+
+
+def open_described(path: str | os.PathLike, waive: Iterable[str] = ()) -> "DescribedSource":
+    """The model that a configuration without weights describes: it has sizes and no values. InputError where ``path``
+    isn't one (``is_described``)."""
+    from adaptc.sources.described import DescribedSource
+
+    if not is_described(path):
+        raise InputError(f"{path} is no configuration without weights.",
+                         hint="Expected a JSON file, or a folder with config.json and no weights.")
+    return DescribedSource(Path(path), Waiver(waive))
+
+
+def is_described(path: str | os.PathLike) -> bool:
+    """Whether ``path`` is a configuration without weights: a JSON file, or a folder with config.json and no weights."""
+    from adaptc.sources.described import is_described
+
+    return is_described(Path(path))
 
 
 def _open(model: Any, trust: bool, waiver: Waiver) -> Source:

@@ -94,6 +94,9 @@ class Source(ABC):
         """The authors' module without weights, if the source has one; None when it is built from ``config``."""
         return None
 
+    def built(self, module: Any) -> None:
+        """Called with the module that has been built of ``config``, before it is bound."""
+
     @cached_property
     def hashes(self) -> dict[str, str]:
         """SHA-256 of each file, by file name."""

@@ -1,0 +1,253 @@
+"""Layers that are traced once a kind: a deep stack is cut to its first layers, and the others follow from these.
+
+A layer is left out where its module tree, plain attributes, buffers, parameter shapes and slice of the configuration
+are those of two traced ones at least. Its operators are theirs, with its own weights and states, reading what the
+layer before it gives. Where a trace asks a layer for its number, or anything but the layer before, nothing is left
+out. What isn't seen is a loop over layers that counts them and decides by a number that the configuration holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch_mlir import ir
+
+from adaptc.capture.walk import Stored
+from adaptc.ir import dialect
+from adaptc.ir.module import Program, source_of
+
+LEAST = 2
+"""Traced layers of each kind that is left out: folding makes a body of what stands twice."""
+
+INDEX = ("layer_idx", "layer_id", "layer_number", "layer_index", "idx")
+"""Attributes by which a layer's modules know its number."""
+
+
+class NotRepeated(Exception):
+    """The traced layers don't say what those left out compute."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of layers. ``like`` has for each of them the one that it repeats, which is itself for the first ``traced``."""
+
+    path: str
+    like: tuple[int, ...]
+    traced: int
+
+
+def stacks(module: torch.nn.Module, config: Any) -> tuple[Stack, ...]:
+    """The outermost lists of layers of which some need not be traced."""
+    found: list[Stack] = []
+    for path, layers in module.named_modules():
+        inside = any(path.startswith(f"{stack.path}.") for stack in found)
+        if isinstance(layers, torch.nn.ModuleList) and not inside and (stack := _stack(path, layers, config)):
+            found.append(stack)
+    return tuple(found)
+
+
+def _stack(path: str, layers: torch.nn.ModuleList, config: Any) -> Stack | None:
+    count = len(layers)
+    numbered = list(_lists(vars(config)))
+    kinds = [(_described(layer, i), tuple(_slice(values, i, count) for values in numbered))
+             for i, layer in enumerate(layers)]
+    for traced in range(LEAST, count):
+        seen = Counter(kinds[:traced])
+        if all(seen[kind] >= LEAST for kind in kinds[traced:]):
+            last = {kind: i for i, kind in enumerate(kinds[:traced])}
+            return Stack(path, (*range(traced), *(last[kind] for kind in kinds[traced:])), traced)
+    return None
+
+
+def _lists(content: dict[str, Any]) -> Iterator[Sequence]:
+    """Every list in a configuration, nested ones too. Looking here isn't reading a key: see ``sources.accounting``."""
+    for value in dict.values(content):
+        if isinstance(value, (list, tuple)):
+            yield value
+        elif isinstance(value, dict) or hasattr(value, "attribute_map"):
+            yield from _lists(value if isinstance(value, dict) else vars(value))
+
+
+def _slice(values: Any, number: int, count: int) -> Any:
+    """What a list of the configuration says of layer ``number`` of ``count``."""
+    return repr(values[number]) if len(values) == count else number in values
+
+
+def _described(layer: torch.nn.Module, number: int) -> tuple:
+    """All of a layer but its number and its weights' values."""
+    return tuple((name, type(part), *_contents(part, number)) for name, part in layer.named_modules())
+
+
+def _contents(part: torch.nn.Module, number: int) -> tuple:
+    plain = tuple((k, _value(v)) for k, v in sorted(vars(part).items())
+                  if not k.startswith("_") and not (k in INDEX and v == number))
+    tensors = tuple((k, None if v is None else (tuple(v.shape), v.dtype)) for k, v in part._parameters.items())
+    return plain, tensors, tuple((k, _value(v)) for k, v in part._buffers.items())
+
+
+def _value(value: Any) -> Any:
+    """A value for comparing: plain ones by what they are, others by which object they are."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, None if value.is_meta else value.numpy(force=True).tobytes()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_value, value))
+    if isinstance(value, dict):
+        return tuple((repr(k), _value(v)) for k, v in dict.items(value))
+    plain = isinstance(value, (bool, int, float, str, type(None)))
+    return (type(value), repr(value)) if plain else id(value)
+
+
+@contextmanager
+def cut(module: torch.nn.Module, found: Sequence[Stack]) -> Iterator[None]:
+    """``module`` with the traced layers alone within the block. NotRepeated at its end when one was asked for its number."""
+    asked: list[str] = []
+    everything: list[tuple[torch.nn.ModuleList, dict]] = []
+    numbers: list[tuple[torch.nn.Module, str, int]] = []
+    try:
+        for stack in found:
+            layers = module.get_submodule(stack.path)
+            everything.append((layers, dict(layers._modules)))
+            for i in range(stack.traced, len(stack.like)):
+                del layers._modules[str(i)]
+            for i, layer in enumerate(layers):
+                for part in layer.modules():
+                    for name in INDEX:
+                        if type(vars(part).get(name)) is int and vars(part)[name] == i:
+                            numbers.append((part, name, i))
+                            setattr(part, name, _number(i, f"{stack.path}.{i}", asked))
+        yield
+    finally:
+        for layers, modules in everything:
+            layers._modules.clear()
+            layers._modules.update(modules)
+        for part, name, i in numbers:
+            setattr(part, name, i)
+    if asked:
+        raise NotRepeated(f"{asked[0]} asks for its number")
+
+
+def _number(value: int, path: str, asked: list[str]) -> int:
+    """An int that notes when anything is computed or decided by it."""
+
+    def noting(name: str) -> Any:
+        def method(self, *args):
+            asked.append(path)
+            return getattr(int, name)(self, *args)
+
+        return method
+
+    return type("_Number", (int,), {name: noting(name) for name in _USES})(value)
+
+
+_USES = ("__index__", "__int__", "__float__", "__bool__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
+         "__rmul__", "__mod__", "__floordiv__", "__truediv__", "__rtruediv__", "__and__", "__pow__", "__rpow__", "__eq__",
+         "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__", "__repr__", "__format__")
+
+
+def unroll(program: Program, stack: Stack, stored: Mapping[str, Stored]) -> None:
+    """Adds the layers that weren't traced to a folded program. NotRepeated where they don't follow."""
+    with program.editing():
+        _Unroll(program, stack, stored).run()
+
+
+class _Unroll:
+    def __init__(self, program: Program, stack: Stack, stored: Mapping[str, Stored]):
+        self.program, self.stack, self.stored = program, stack, stored
+        self.block = program.step.entry_block
+        ops = [op.operation for op in self.block.operations]
+        self.regions = [self._region(ops, j) for j in range(stack.traced)]
+        self.outputs = [self._outputs(region) for region in self.regions]
+        self.home = {id_of(op): j for j, region in enumerate(self.regions) for op in region}
+        self.gets = {op.attributes["symbol"].value: op for op in ops if op.name == "adaptc.get"}
+        declared = [op.operation for op in program.module.body.operations if "sym_name" in op.operation.attributes]
+        self.declared = {op.attributes["sym_name"].value: op for op in declared if op.name != "func.func"}
+
+    def run(self) -> None:
+        last = self.stack.traced - 1
+        after = [(use.owner.operation, use.operand_number, n) for n, value in enumerate(self.outputs[last])
+                 for use in value.uses if self.home.get(id_of(use.owner.operation)) != last]
+        self._check_chain()
+        anchors = [self._last(self.declared, last), self._last(self.gets, last), self.regions[last][-1]]
+        before = self.outputs[last]
+        for number in range(self.stack.traced, len(self.stack.like)):
+            before = self._layer(number, before, anchors)
+        for user, operand, n in after:
+            user.operands[operand] = before[n]
+
+    def _region(self, ops: list, number: int) -> list:
+        """The operators of a layer, which stand together."""
+        path = f"{self.stack.path}.{number}"
+        places = [i for i, op in enumerate(ops) if source_of(op) == path or source_of(op).startswith(f"{path}.")]
+        if not places or places[-1] - places[0] + 1 != len(places):
+            raise NotRepeated(f"{path} isn't one stretch of operators")
+        return ops[places[0] : places[-1] + 1]
+
+    def _outputs(self, region: list) -> list:
+        inside = {id_of(op) for op in region}
+        return [r for op in region for r in op.results if any(id_of(u.owner.operation) not in inside for u in r.uses)]
+
+    def _check_chain(self) -> None:
+        """That layers give something to the next one only, and all the same kinds of values."""
+        types = {tuple(str(v.type) for v in outputs) for outputs in self.outputs}
+        if len(types) != 1:
+            raise NotRepeated(f"the layers of {self.stack.path} give different values")
+        for j, outputs in enumerate(self.outputs[:-1]):
+            users = {self.home.get(id_of(u.owner.operation)) for v in outputs for u in v.uses}
+            if users - {j, j + 1}:
+                raise NotRepeated(f"more than the next layer reads {self.stack.path}.{j}")
+
+    def _last(self, named: Mapping[str, Any], number: int) -> Any:
+        mine = [op for name, op in named.items() if name.startswith(f"{self.stack.path}.{number}.")]
+        if not mine:
+            raise NotRepeated(f"{self.stack.path}.{number} reads no weights")
+        return mine[-1]
+
+    def _layer(self, number: int, before: list, anchors: list) -> list:
+        """A copy of the layer that ``number`` is like, after all that stand already; what it gives."""
+        like = self.stack.like[number]
+        values: dict[Any, Any] = dict(zip(self.outputs[like - 1], before))
+        for name, op in list(self.gets.items()):
+            if (own := self._renamed(name, like, number)) != name:
+                anchors[0] = self._declare(name, own, anchors[0], like, number)
+                copy = self._copy(op, anchors[1])
+                copy.attributes["symbol"] = type(op.attributes["symbol"]).get(own)
+                values[op.results[0]] = copy.results[0]
+                anchors[1] = copy
+        for op in self.regions[like]:
+            copy = self._copy(op, anchors[2])
+            copy.attributes["source"] = dialect.to_attr(self._renamed(source_of(op), like, number))
+            for index, operand in enumerate(op.operands):
+                copy.operands[index] = values.get(operand, operand)
+            values.update(zip(op.results, copy.results))
+            anchors[2] = copy
+        return [values[v] for v in self.outputs[like]]
+
+    def _declare(self, name: str, own: str, anchor: Any, like: int, number: int) -> Any:
+        copy = self._copy(self.declared[name], anchor)
+        copy.attributes["sym_name"] = dialect.to_attr(own)
+        if own in self.stored:
+            copy.attributes["tensor"] = dialect.to_attr(self.stored[own].tensor)
+            if "stored" in copy.attributes:
+                copy.attributes["stored"] = dialect.to_attr(self.stored[own].format)
+        elif "source" in copy.attributes:
+            copy.attributes["source"] = dialect.to_attr(self._renamed(copy.attributes["source"].value, like, number))
+        return copy
+
+    def _copy(self, op: Any, anchor: Any) -> Any:
+        copy = op.clone(ip=ir.InsertionPoint(op)).operation
+        copy.move_after(anchor)
+        return copy
+
+    def _renamed(self, path: str, old: int, new: int) -> str:
+        head = f"{self.stack.path}.{old}"
+        return f"{self.stack.path}.{new}{path[len(head):]}" if path == head or path.startswith(f"{head}.") else path
+
+
+def id_of(op: Any) -> int:
+    """An operation's identity: Python objects for one come and go."""
+    return hash(op)

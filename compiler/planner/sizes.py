@@ -1,0 +1,42 @@
+"""How large a model is: what one token reads of its parameters, and what its caches take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from adaptc.ir.module import Program
+from adaptc.ops.table import row
+from adaptc.planner.profile import placed
+from adaptc.protocol import TensorSpec
+
+
+def active(program: Program, elements: Mapping[str, int]) -> int:
+    """Of the parameters (``elements`` by the tensor that holds them) those that one token reads: of experts the chosen ones, and nothing of
+    tables in which rows are looked up by ids."""
+    tensors = {name: weight.tensor for name, weight in program.weights().items()}
+    read: dict[str, int] = {}
+    for _, spec, weights in placed(program):
+        gathers = row(spec.op).gathers
+        for i, (name, operand) in enumerate(zip(weights, spec.operands)):
+            if (tensor := tensors.get(name)) in elements and isinstance(operand, TensorSpec):
+                read[tensor] = max(read.get(tensor, 0), _read(spec.operands, i, gathers))
+    return sum(min(count, elements[name]) for name, count in read.items())
+
+
+def _read(operands, number: int, gathers: tuple[int, int] | None) -> int:
+    """Elements of an operand that one token's share of the operator reads."""
+    shape = operands[number].shape
+    if gathers is None:
+        return prod(shape)
+    table, rows = (operands[i].shape for i in gathers)
+    if len(table) < 3:
+        return 0 if number == gathers[0] else prod(shape)
+    return min(prod(rows[1:]), shape[0]) * prod(shape[1:]) if shape[0] == table[0] else prod(shape)
+
+
+def cache_bytes(program: Program, context: int) -> tuple[int, int]:
+    """(bytes of caches that a token takes, those of a request of ``context`` tokens), when states are stored."""
+    states = [slot.spec for slot in program.states().values()]
+    kept = (min(context, s.window + s.page_size) if s.window else context for s in states)
+    return sum(s.token_bytes() for s in states), sum(s.token_bytes() * tokens for s, tokens in zip(states, kept))
