@@ -129,7 +129,7 @@ def randomise(model) -> None:
         for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
             if not tensor.is_floating_point():
                 continue
-            vector = tensor.ndim == 1 or name.endswith("bias")
+            vector = tensor.ndim <= 1 or name.endswith("bias")
             centre = 1.0 if tensor.ndim == 1 and bool((tensor == 1).all()) else 0.0
             scale = 0.1 if vector else 1.5 * min(tensor.shape[-1], 64) ** -0.5
             tensor.copy_(torch.randn_like(tensor) * scale + centre)
