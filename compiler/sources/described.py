@@ -96,16 +96,17 @@ class DescribedSource(Source):
 
     def _model_type(self) -> str:
         """The model_type whose causal language model transformers has: the stated one, or that of the stated class."""
+        import transformers
         from transformers import CONFIG_MAPPING
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as classes
 
         stated = self._given["model_type"]
         if stated in CONFIG_MAPPING and stated in classes:
             return stated
-        named = self._given.get("architectures") or ()
-        for kind, name in classes.items():
-            if name in named and kind in CONFIG_MAPPING:
-                return kind
+        named = self._given.get("architectures")
+        for name in named if isinstance(named, list) else ():
+            if name in classes.values():  # several model types may share the class: its own is meant
+                return getattr(transformers, name).config_class.model_type
         keys = [key for key, _ in leaves(self._given) if waivers.reason(waivers.CONFIG, key) is None]
         raise UnsupportedError(
             f"transformers has no causal language model for the model_type {stated!r} of {self.name}"
