@@ -169,7 +169,9 @@ def test_every_stage_runs_on_the_reference_backend(model, stage):
 
 
 def test_same_bytes_in_other_processes(model, artifact, tmp_path):
-    """Other hash seeds, worker counts and working directories; an empty cache of kernels and one that has them all."""
+    """Of the family with more kernels: other hash seeds, worker counts and working directories; an empty cache of kernels and one that has them all."""
+    if not model.parent.name.startswith("gemma"):
+        pytest.skip("gemma3_text has this family's kernels and others")
     code = ("import adaptc, sys; adaptc.compile(sys.argv[1], 'cpu', output=sys.argv[2], page_size=4, "
             "max_step_tokens=32, workers=int(sys.argv[3]))")
     for seed, workers in (("1", "1"), ("2", "2")):
