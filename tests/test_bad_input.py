@@ -383,7 +383,8 @@ def test_more_layers_than_the_files_can_hold(model, key, count):
 ])
 def test_configurations_that_make_no_module(model, changes):
     edit(model / "config.json", **changes)
-    with pytest.raises(InputError, match="no valid configuration|no llama model can be built from the configuration"):
+    with pytest.raises(InputError, match="no valid configuration|no llama model can be built from the configuration|"
+                       "configuration and the tensors don't"):
         capture(open_source(model))
 
 
