@@ -38,7 +38,7 @@ class CoverageRow:
 def coverage(program: Program, codegen: Codegen) -> list[CoverageRow]:
     """Rows by operator name for a program in any stage from "laid_out" on (decompositions are then done)."""
     found: dict[str, tuple[int, bool, set[str]]] = {}
-    for path, op in places(program):
+    for path, op, _ in places(program):
         name = short_name(op)
         count, mapped, modules = found.get(name, (0, True, set()))
         found[name] = (count + 1, mapped and _mapped(spec_of(op), codegen), modules | {kind_of(path)})
@@ -93,7 +93,7 @@ def survey(captured: Program, whole: Program, decomposed: Program, codegen: Code
     """
     lines, parts = _lines(captured), decomposed.fact("decomposed", {})
     kinds: dict[tuple[str, str], _Kind] = {}
-    for path, op in places(whole):
+    for path, op, _ in places(whole):
         spec = spec_of(op)
         if _mapped(spec, codegen):
             status = "mapped"
@@ -104,7 +104,7 @@ def survey(captured: Program, whole: Program, decomposed: Program, codegen: Code
         kind.flops += evaluate(cost.flops, symbols)
         kind.bytes += evaluate(cost.traffic, symbols)
         _note(kind, path, spec.op, lines)
-    for path, op in places(decomposed):
+    for path, op, _ in places(decomposed):
         spec = spec_of(op)
         if not _mapped(spec, codegen):
             _note(kinds.setdefault((spec.op, "missing"), _Kind()), path, spec.op, lines)
@@ -128,7 +128,7 @@ def _lines(captured: Program) -> dict[tuple[str, str], dict[str, None]]:
     """Lines of source by kind of module and operator, and by kind of module alone (""). Empty for a program that was
     read from text: locations are no part of a printed stage."""
     found: dict[tuple[str, str], dict[str, None]] = {}
-    for path, op in places(captured):
+    for path, op, _ in places(captured):
         at = _FILE.search(str(op.operation.location))
         if at is not None and at[1] != _TEXT:
             for name in (short_name(op), ""):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from torch_mlir import ir
 
@@ -40,8 +41,8 @@ def profile(program: Program, target: Target, packed: PackedBytes, *, tokens: in
     ``formats`` says how matrices are stored whose types don't, by the weight's name."""
     symbols = {"T": tokens, "R": 1, "S": 1, "C": context}
     groups: dict[tuple, list] = {}
-    for path, spec, weights in placed(program):
-        spec = _stored(spec, weights, formats)
+    for path, op, weights in places(program):
+        spec = _stored(spec_of(op), weights, formats)
         cost = cost_of(spec, packed)
         key = (kind_of(path), spec.op, _shapes(spec))
         count, flops, moved, _ = groups.get(key, (0, 0.0, 0.0, ""))
@@ -56,21 +57,10 @@ def profile(program: Program, target: Target, packed: PackedBytes, *, tokens: in
     return rows
 
 
-def places(program: Program):
-    """(absolute module path, operation) of every operator as often as it runs, in program order. A view that costs no
-    kernel, as the lowered stage says by an empty list of them, isn't run."""
-    functions = program.functions()
-    for op in functions[STEP].entry_block.operations:
-        if op.operation.name == "func.call":
-            for inner in functions[callee(op)].entry_block.operations:
-                if _runs(inner):
-                    yield joined(source_of(op), source_of(inner)), inner
-        elif _runs(op):
-            yield source_of(op), op
-
-
-def placed(program: Program) -> Iterator[tuple[str, OpSpec, tuple[str, ...]]]:
-    """As ``places``: (absolute module path, operator, the weight or state that each operand is, "" for other values)."""
+def places(program: Program) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """(absolute module path, operation, the weight or state that each operand is, "" for other values) of every operator
+    as often as it runs, in program order. A view that costs no kernel, as the lowered stage says by an empty list of
+    them, isn't run."""
     functions = program.functions()
     for op in functions[STEP].entry_block.operations:
         names = tuple(_symbol(value) for value in op.operation.operands)
@@ -79,10 +69,10 @@ def placed(program: Program) -> Iterator[tuple[str, OpSpec, tuple[str, ...]]]:
                 if _runs(inner):
                     arguments = (ir.BlockArgument(v).arg_number if isinstance(v.owner, ir.Block) else None
                                  for v in inner.operation.operands)
-                    yield (joined(source_of(op), source_of(inner)), spec_of(inner),
+                    yield (joined(source_of(op), source_of(inner)), inner,
                            tuple("" if n is None else names[n] for n in arguments))
         elif _runs(op):
-            yield source_of(op), spec_of(op), names
+            yield source_of(op), op, names
 
 
 def _symbol(value: ir.Value) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from adaptc.ir.module import Program
+from adaptc.ir.module import Program, spec_of
 from adaptc.ops.table import row
-from adaptc.planner.profile import placed
+from adaptc.planner.profile import places
 from adaptc.protocol import TensorSpec
 
 
 def active(program: Program, elements: Mapping[str, int]) -> int:
-    """Of the parameters (``elements`` by the tensor that holds them) those that one token reads: of experts the chosen ones, and nothing of
-    tables in which rows are looked up by ids."""
+    """Of the parameters (``elements`` by the tensor that holds them) those that one token reads: of experts the chosen
+    ones, and nothing of tables in which rows are looked up by ids."""
     tensors = {name: weight.tensor for name, weight in program.weights().items()}
     read: dict[str, int] = {}
-    for _, spec, weights in placed(program):
+    for _, op, weights in places(program):
+        spec = spec_of(op)
         gathers = row(spec.op).gathers
         for i, (name, operand) in enumerate(zip(weights, spec.operands)):
             if (tensor := tensors.get(name)) in elements and isinstance(operand, TensorSpec):
