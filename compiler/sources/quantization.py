@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from adaptc.errors import UnsupportedError
-from adaptc.formats import EXPANDED, WeightFormat
+from adaptc.formats import FORMATS, WeightFormat
 
 FIELD = "quantization_config"
 
@@ -75,7 +75,7 @@ def _fp8(stated: Mapping[str, Any], model: str) -> Quantization:
 
 
 def _mxfp4(stated: Mapping[str, Any], model: str) -> Quantization:
-    return Quantization(EXPANDED["mxfp4"], tuple(stated.get("modules_to_not_convert") or ()), experts_only=True)
+    return Quantization(FORMATS["mxfp4"], tuple(stated.get("modules_to_not_convert") or ()), experts_only=True)
 
 
 def _compressed(stated: Mapping[str, Any], model: str) -> Quantization:
@@ -89,7 +89,7 @@ def _compressed(stated: Mapping[str, Any], model: str) -> Quantization:
     kind, size = weights.get("type"), weights.get("group_size")
     layout = group.get("format") or stated.get("format")
     if (kind, layout) == ("float", "mxfp4-pack-quantized"):
-        format = EXPANDED["mxfp4"]
+        format = FORMATS["mxfp4"]
     elif (kind, layout) == ("int", "pack-quantized"):
         format = WeightFormat(f"int4_g{size}", "u4", 8, size, ("bf16",), superblock=size)
     else:
