@@ -181,9 +181,10 @@ def _groups_of_channels(groups: int) -> Callable[[_Raising, torch.fx.Node, torch
         """A convolution of [1,T,C] by [C', C / groups, W]: a product with the rows of W tokens side by side."""
         aten = torch.ops.aten
         outputs, inputs, width = weight.meta["val"].shape
-        rows = [r.shifted(rows, width - 1 - i) for i in range(width)]
-        count = r.new(aten.sym_size.int, r.ids, 1)
-        wide = r.new(aten.cat.default, [r.new.shaped(x, (1, count, groups, inputs)) for x in rows], 3)
+        count = rows.meta["val"].shape[1]
+        count = count if isinstance(count, int) else r.new(aten.sym_size.int, r.ids, 1)
+        taps = (r.shifted(rows, width - 1 - i) for i in range(width))
+        wide = r.new(aten.cat.default, [r.new.shaped(x, (1, count, groups, inputs)) for x in taps], 3)
         wide = r.new(aten.permute.default, wide, [0, 2, 1, 3])
         matrix = r.new(aten.reshape.default, weight, [groups, outputs // groups, inputs, width])
         matrix = r.new(aten.permute.default, matrix, [0, 3, 2, 1])

@@ -223,6 +223,15 @@ AT_ONCE = ("max_inference_chunksize",)
 """Configuration keys that say how many tokens a forward takes at once, and nothing about what it computes."""
 
 
+class _All(int):
+    """A number of tokens that no number is larger than, without torch being asked whether T is."""
+
+    def __lt__(self, other: Any) -> bool:
+        return False
+
+    __le__ = __lt__
+
+
 @contextmanager
 def installed(module: torch.nn.Module) -> Iterator[None]:
     """Traces of ``module`` within the block have our operators in place of the authors' scans."""
@@ -233,7 +242,7 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
         for config in {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values():
             for key in AT_ONCE:
                 if hasattr(config, key):
-                    stack.enter_context(mock.patch.object(config, key, sys.maxsize))
+                    stack.enter_context(mock.patch.object(config, key, _All()))
         yield
 
 
