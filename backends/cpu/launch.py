@@ -180,7 +180,7 @@ class CpuExecutable:
         return self._array(handle, self._checked(symbols)).copy()
 
     def state(self, name: str) -> np.ndarray:
-        """uint8 [num_pages, page_bytes] over a state's page pool."""
+        """uint8 [num_pages, page_bytes] over a state's pool of pages, or of slots."""
         return self._memory.pool(name)
 
     def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, only: Sequence[int] | None = None,
@@ -276,9 +276,10 @@ class _Memory:
             count = pages.get(groups.get(state.name, ""), 0)
             if count < 1:
                 raise OptionError(f"state {state.name}: its cache group {state.group!r} needs at least one page.")
-            if state.dtype not in _DTYPES or plan.page_size < 1 or any(p.heads < 1 or p.width < 1 for p in state.parts):
+            known = state.dtype in _DTYPES and state.kind in _STATES
+            if not known or plan.page_size < 1 or any(p.heads < 1 or p.width < 1 for p in state.parts):
                 raise ArtifactError(f"plan.json: state {state.name} has a layout that makes no sense: {state}.")
-            size = state.token_bytes() * plan.page_size
+            size = state.page_bytes(plan.page_size)
             self._pools[state.name] = Region(count * size).array().reshape(count, size)
 
         if plan.arena_bytes < 0:
@@ -319,6 +320,7 @@ class _Memory:
 
 
 _KINDS = ("input", "output", "arena", "weight", "state", "pages")
+_STATES = ("rows", "fixed")
 
 
 def _check(buffer: Buffer, maxima: Mapping[str, int]) -> None:
