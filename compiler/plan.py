@@ -24,6 +24,9 @@ PLAN_VERSION = 1
 ALIGNMENT = 64
 """Bytes that every buffer starts at a multiple of: a cache line, and the widest vector."""
 
+STATE_KINDS = ("rows", "fixed")
+"""What a request keeps: rows, one a token, or one value (``State``)."""
+
 DTYPE_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "i1": 1}
 
 

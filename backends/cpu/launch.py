@@ -17,7 +17,7 @@ from adaptc.backends.cpu.elf import MACHINES, Image
 from adaptc.backends.cpu.levels import host_flags, level_of, rank
 from adaptc.backends.cpu.memory import Region
 from adaptc.errors import ArtifactError, OptionError, WrongMachineError, one_of
-from adaptc.plan import ALIGNMENT, Buffer, Plan
+from adaptc.plan import ALIGNMENT, STATE_KINDS, Buffer, Plan
 
 _Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 _Run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
@@ -276,7 +276,7 @@ class _Memory:
             count = pages.get(groups.get(state.name, ""), 0)
             if count < 1:
                 raise OptionError(f"state {state.name}: its cache group {state.group!r} needs at least one page.")
-            known = state.dtype in _DTYPES and state.kind in _STATES
+            known = state.dtype in _DTYPES and state.kind in STATE_KINDS
             if not known or plan.page_size < 1 or any(p.heads < 1 or p.width < 1 for p in state.parts):
                 raise ArtifactError(f"plan.json: state {state.name} has a layout that makes no sense: {state}.")
             size = state.page_bytes(plan.page_size)
@@ -320,7 +320,6 @@ class _Memory:
 
 
 _KINDS = ("input", "output", "arena", "weight", "state", "pages")
-_STATES = ("rows", "fixed")
 
 
 def _check(buffer: Buffer, maxima: Mapping[str, int]) -> None:

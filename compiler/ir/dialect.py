@@ -20,6 +20,7 @@ from torch_mlir import ir
 
 from adaptc.errors import LegalityError
 from adaptc.formats import FORMATS, WeightFormat
+from adaptc.plan import STATE_KINDS
 from adaptc.protocol import StateSpec, TensorSpec
 
 
@@ -158,6 +159,8 @@ def _reader() -> ir.Context:
 def _spec_of(kind: ir.Type, text: str) -> TensorSpec | StateSpec:
     if text.startswith("!adaptc.state<"):
         c = _inner(text, "!adaptc.state")
+        if c.get("kind") not in STATE_KINDS:
+            raise LegalityError(f"type {text}: a state's kind is {' or '.join(map(repr, STATE_KINDS))}.")
         return StateSpec(c["parts"], c["dtype"], c["window"], c.get("page_size", 0), c.get("key_block", 0),
                          c.get("max_pages", 0), c.get("scale", ""), c["kind"])
     if not isinstance(kind, ir.RankedTensorType):

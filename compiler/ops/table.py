@@ -14,6 +14,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 from adaptc import packages
 from adaptc.errors import LegalityError
+from adaptc.plan import STATE_KINDS
 from adaptc.protocol import StateSpec, TensorSpec
 
 REQUIRED = object()
@@ -21,9 +22,6 @@ REQUIRED = object()
 
 DECLARATIONS = ("weight", "state_slot", "get", "yield")
 """Operations of the dialect that aren't rows of the table: names that no row may have."""
-
-KINDS = ("rows", "fixed")
-"""Of states."""
 
 Spec = TensorSpec | StateSpec
 Form = dict[str, int]
@@ -195,8 +193,8 @@ def _problems(row: OpRow):
         yield f"matrices name {sorted(unknown)[0]!r}, which is no operand."
     if not all(callable(draw) for draw in row.ranges.values()):
         yield "ranges hold something else than functions of a generator and a shape."
-    if row.keeps not in KINDS:
-        yield f"keeps is {row.keeps!r}, expected {' or '.join(map(repr, KINDS))}."
+    if row.keeps not in STATE_KINDS:
+        yield f"keeps is {row.keeps!r}, expected {' or '.join(map(repr, STATE_KINDS))}."
     if unknown := set(row.domain) - {name.rstrip("?*+") for name in row.operands}:
         yield f"domain names {sorted(unknown)[0]!r}, which is no operand."
     if not all(callable(map_) for map_ in row.domain.values()):
