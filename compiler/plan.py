@@ -26,6 +26,9 @@ ALIGNMENT = 64
 
 DTYPE_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "i1": 1}
 
+SLOT_ENTRIES = 2
+"""Entries a request has in the table of a group of fixed states: the slot that a step reads and the one it writes."""
+
 
 @dataclass(frozen=True)
 class Symbol:
@@ -124,7 +127,9 @@ class State:
     """A state's contract. kind "rows": every token appends one row of ``parts``; ``window`` 0 = all are kept, else
     only rows with position > p - window are ever read from position p. Within a page the layout is, for each part
     in order, [heads][page_size][width] of ``dtype``. Where rows are codes, i8, each head's row has a ``scale`` of that
-    dtype ("" = none): after all rows, for each part in order, [heads][page_size]."""
+    dtype ("" = none): after all rows, for each part in order, [heads][page_size].
+    kind "fixed": a request has one value, which each of its tokens replaces; a slot holds it, for each part in order
+    [heads][width] of ``dtype``."""
 
     name: str
     kind: str
@@ -135,18 +140,26 @@ class State:
     scale: str = ""
 
     def token_bytes(self) -> int:
+        """Bytes of one row, or of a fixed state's value."""
         return row_bytes(((p.name, p.heads, p.width) for p in self.parts), self.dtype, self.scale)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of a page of the state's pool, or of a slot."""
+        return self.token_bytes() * (1 if self.kind == "fixed" else page_size)
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """States that share one block table: same window, so the same pages are live for all of them."""
+    """States that share one block table. kind "rows": same window, so the same pages are live for all of them.
+    kind "fixed": all fixed states, in slots. Their table has ``SLOT_ENTRIES`` a request: the slot that a step reads (-1: the
+    initial value) and another that it writes. The step never changes the first, so it can be tried again."""
 
     name: str
     window: int
     states: tuple[str, ...]
     max_pages: int
-    """Entries a request's row of the block table has: ceil(max_context / page_size)."""
+    """Entries a request's row of the block table has: ceil(max_context / page_size), or ``SLOT_ENTRIES``."""
+    kind: str = "rows"
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,7 @@ class _Memory:
                 raise OptionError(f"state {state.name}: its cache group {state.group!r} needs at least one page.")
             if state.dtype not in _DTYPES or plan.page_size < 1 or any(p.heads < 1 or p.width < 1 for p in state.parts):
                 raise ArtifactError(f"plan.json: state {state.name} has a layout that makes no sense: {state}.")
-            size = state.token_bytes() * plan.page_size
+            size = state.page_bytes(plan.page_size)
             self._pools[state.name] = Region(count * size).array().reshape(count, size)
 
         if plan.arena_bytes < 0:

@@ -295,4 +295,6 @@ def _one_step(executable, plan, tokens: list[int]) -> dict[str, int]:
         table[...] = -1
         held = -(-count // plan.page_size)
         table[0, :held] = np.arange(held)
+        if group.kind == "fixed":
+            table[0] = -1, 0
     return {"T": count, "R": 1, "S": sampled}
