@@ -29,6 +29,9 @@ STATE_KINDS = ("rows", "fixed")
 
 DTYPE_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "i1": 1}
 
+SLOT_ENTRIES = 2
+"""Entries a request has in the table of a group of fixed states: the slot that a step reads and the one it writes."""
+
 
 @dataclass(frozen=True)
 class Symbol:
@@ -168,7 +171,7 @@ class CacheGroup:
     kind "fixed": all states of fixed size. A page is a slot: one value of each of them. A request's row is [slot to
     read, slot to write]: a step starts from what the first one holds, from the initial value where it is -1, leaves
     the value after the request's tokens of this step in the second, and may use that one as memory meanwhile. It never
-    changes the first, so a step that is run again gives the same. max_pages is 2."""
+    changes the first, so a step that is run again gives the same. max_pages is ``SLOT_ENTRIES``."""
 
     name: str
     window: int

@@ -29,7 +29,7 @@ class TensorSpec:
 class StateSpec:
     """A state operand: its parts ((name, heads, width), ...), stored dtype, window (0 = unlimited), paging, the dtype of
     each head's scale where rows are codes, and its kind, "rows" or "fixed" (``plan.State``). One of fixed size has
-    ``max_pages`` 2, and the page size of the others only as the grain of what requests can share."""
+    ``plan.SLOT_ENTRIES`` pages, and the page size of the others only as the grain of what requests can share."""
 
     parts: tuple[tuple[str, int, int], ...]
     dtype: str
@@ -50,6 +50,10 @@ class StateSpec:
 
     def request_bytes(self) -> int:
         return row_bytes(self.parts, self.dtype, self.scale) if self.kind == "fixed" else 0
+
+    def page_bytes(self) -> int:
+        """Of one that is stored."""
+        return self.token_bytes() * self.page_size + self.request_bytes()
 
 
 @dataclass(frozen=True)

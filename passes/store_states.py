@@ -10,6 +10,7 @@ from adaptc.ir import dialect
 from adaptc.ir.functions import retype
 from adaptc.ir.module import Program
 from adaptc.options import KEPT
+from adaptc.plan import SLOT_ENTRIES
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class StoreStates:
                 raise OptionError(f"{option} is {getattr(self, option)}; it must be at least 1.")
         kept = {
             "rows": {"dtype": dtype, "scale": scale, "max_pages": -(-self.max_context // self.page_size)},
-            "fixed": {"max_pages": 2},
+            "fixed": {"max_pages": SLOT_ENTRIES},
         }
         paging = {"page_size": self.page_size, "key_block": self.key_block}
         with program.editing():

@@ -293,6 +293,6 @@ def _one_step(executable, plan, tokens: list[int]) -> dict[str, int]:
     for group in plan.groups:
         table = executable.inputs(f"pages:{group.name}")
         table[...] = -1
-        held = -(-count // plan.page_size)
-        table[0, :held] = np.arange(held)
+        first = [-1, 0] if group.kind == "fixed" else np.arange(-(-count // plan.page_size))
+        table[0, : len(first)] = first
     return {"T": count, "R": 1, "S": sampled}

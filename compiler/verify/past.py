@@ -28,9 +28,10 @@ def aligned(shape, dtype, fill) -> np.ndarray:
 class Cache:
     """``memory``: (pool, block table) as kernels take them; ``state``: what the oracle reads in their place."""
 
-    def __init__(self, kind: StateSpec, pages: int, page_bytes: int, requests: int, rng: np.random.Generator):
+    def __init__(self, kind: StateSpec, pages: int, requests: int, rng: np.random.Generator):
         self.kind, self.state = kind, oracle_state(kind)
-        self.memory = (aligned((pages, page_bytes), np.uint8, 0xFF), aligned((requests, kind.max_pages), np.int32, -1))
+        self.memory = (aligned((pages, kind.page_bytes()), np.uint8, 0xFF),
+                       aligned((requests, kind.max_pages), np.int32, -1))
         self.free = list(rng.permutation(pages))
 
     @staticmethod
@@ -57,7 +58,7 @@ class _Pages(Cache):
 
     def __init__(self, kind: StateSpec, requests: int, context: int, tokens: int, rng: np.random.Generator):
         pages = -(-context // kind.page_size) + -(-tokens // kind.page_size) + requests + 2
-        super().__init__(kind, pages, kind.token_bytes() * kind.page_size, requests, rng)
+        super().__init__(kind, pages, requests, rng)
 
     def hold(self, request: int, tokens: int) -> None:
         table = self.memory[1][request]
@@ -79,7 +80,7 @@ class _Slots(Cache):
     """Values of fixed size: a step reads one slot and writes another, which the next step reads."""
 
     def __init__(self, kind: StateSpec, requests: int, context: int, tokens: int, rng: np.random.Generator):
-        super().__init__(kind, 2 * requests + 2, kind.request_bytes(), requests, rng)
+        super().__init__(kind, 2 * requests + 2, requests, rng)
 
     def hold(self, request: int, tokens: int) -> None:
         pool, table = self.memory
