@@ -695,7 +695,7 @@ def _of_tokens(w, x) -> ir.Value:
 def _convolve(w, x, weight, bias):
     """x[1,T,C], weight[C,W], bias[C] → [1,T,C]."""
     channels, width = w.b.shape(weight)
-    state = w.state(StateSpec.fixed("window", width - 1, channels), "window")
+    state = w.state(StateSpec.fixed("window", width - 1, channels))
     extra = [] if bias is None else [w.value(bias)]
     return _reshape(w, w.b.convolve(_of_tokens(w, x), w.value(weight), w.positions, w.requests, state, *extra))
 
@@ -703,7 +703,7 @@ def _convolve(w, x, weight, bias):
 def _recur(w, query, key, value, decay, beta, read):
     """query, key [1,T,H,K], value [1,T,H,V], decay [1,T,H,K or 1], beta [1,T,H] → [1,T,H,V]."""
     _, _, heads, rows = w.b.shape(key)
-    state = w.state(StateSpec.fixed("state", heads, rows * w.b.shape(value)[3]), "state")
+    state = w.state(StateSpec.fixed("state", heads, rows * w.b.shape(value)[3]))
     extra = [] if beta is None else [_of_tokens(w, beta)]
     operands = [_of_tokens(w, x) for x in (query, key, value, decay)]
     return _reshape(w, w.b.recur(*operands, w.positions, w.requests, state, *extra, read=read))
@@ -711,7 +711,7 @@ def _recur(w, query, key, value, decay, beta, read):
 
 def _running_max(w, x, decay):
     """x, decay [1,T,C] → [1,T,C]."""
-    state = w.state(StateSpec.fixed("max", 1, w.b.shape(x)[2]), "max")
+    state = w.state(StateSpec.fixed("max", 1, w.b.shape(x)[2]))
     return _reshape(w, w.b.running_max(_of_tokens(w, x), _of_tokens(w, decay), w.positions, w.requests, state))
 
 

@@ -317,9 +317,9 @@ class _Walk:
             self.step.operation.attributes["function_type"] = ir.TypeAttr.get(kind)
         return block.arguments[ROLES.index("lengths")]
 
-    def state(self, spec: StateSpec, called: str = "kv") -> ir.Value:
-        """A new state owned by the current node, ``called`` so within its module."""
-        owner = f"{self.place.module}.{called}"
+    def state(self, spec: StateSpec) -> ir.Value:
+        """A new state owned by the current node."""
+        owner = f"{self.place.module}.{'kv' if spec.kind == 'rows' else spec.parts[0][0]}"
         name = f"{owner}{self.owned[owner] or ''}"
         self.owned[owner] += 1
         self.program.declare(StateSlot(name, spec, self.place.module))
