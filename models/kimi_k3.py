@@ -294,44 +294,51 @@ class KimiK3GatedRMSNorm(KimiK3RMSNorm):
         return super().forward(x) * gate.float().sigmoid().to(x.dtype)
 
 
+class KimiK3ForgetGate(nn.Module):
+    """The safe gate: log-decays [B, T, H, K] between ``gate_lower_bound`` and 0."""
+
+    def __init__(self, config: KimiK3Config):
+        super().__init__()
+        linear = config.linear_attn_config
+        self.heads, self.width = linear["num_heads"], linear["head_dim"]
+        self.lower_bound = float(linear["gate_lower_bound"])
+        self.f_a_proj = nn.Linear(config.hidden_size, self.width, bias=False)
+        self.f_b_proj = nn.Linear(self.width, self.heads * self.width, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(self.heads * self.width))
+        self.A_log = nn.Parameter(torch.empty(self.heads))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rate = self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias
+        rate = rate.view(*x.shape[:2], self.heads, self.width)
+        return self.lower_bound * torch.sigmoid(self.A_log.float().exp().view(-1, 1) * rate)
+
+
 class KimiK3DeltaAttention(nn.Module):
-    """KDA with the safe gate: log-decays lie between ``gate_lower_bound`` and 0."""
 
     def __init__(self, config: KimiK3Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
         linear, hidden = config.linear_attn_config, config.hidden_size
         self.heads, self.width = linear["num_heads"], linear["head_dim"]
-        self.lower_bound = float(linear["gate_lower_bound"])
         inner, taps = self.heads * self.width, linear["short_conv_kernel_size"]
-        for name in ("q", "k", "v"):
-            setattr(self, f"{name}_proj", nn.Linear(hidden, inner, bias=False))
-            setattr(self, f"{name}_conv1d", nn.Conv1d(inner, inner, taps, groups=inner, bias=False))
-        self.f_a_proj = nn.Linear(hidden, self.width, bias=False)
-        self.f_b_proj = nn.Linear(self.width, inner, bias=False)
-        self.dt_bias = nn.Parameter(torch.empty(inner))
-        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.q_proj = nn.Linear(hidden, inner, bias=False)
+        self.k_proj = nn.Linear(hidden, inner, bias=False)
+        self.v_proj = nn.Linear(hidden, inner, bias=False)
+        self.conv1d = nn.Conv1d(3 * inner, 3 * inner, taps, groups=3 * inner, bias=False)
+        self.forget_gate = KimiK3ForgetGate(config)
         self.b_proj = nn.Linear(hidden, self.heads, bias=False)
         self.g_proj = nn.Linear(hidden, inner, bias=False)
         self.o_norm = KimiK3GatedRMSNorm(self.width, config.rms_norm_eps)
         self.o_proj = nn.Linear(inner, hidden, bias=False)
 
-    def _mixed(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Query, key or value, each token's with those of the tokens just before it."""
-        project, filters = getattr(self, f"{name}_proj"), getattr(self, f"{name}_conv1d").weight.squeeze(1)
-        mixed = causal_conv1d_fn(project(x).transpose(1, 2), weight=filters, bias=None, activation="silu")
-        return mixed.transpose(1, 2).view(*x.shape[:2], self.heads, self.width)
-
-    def _log_decay(self, x: torch.Tensor) -> torch.Tensor:
-        rate = self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias
-        rate = rate.view(*x.shape[:2], self.heads, self.width)
-        return self.lower_bound * torch.sigmoid(self.A_log.float().exp().view(-1, 1) * rate)
-
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        query, key, value = (self._mixed(x, name) for name in ("q", "k", "v"))
-        result, _ = chunk_kda(query, key, value, g=self._log_decay(x), beta=self.b_proj(x).sigmoid(),
+        shape = (*x.shape[:2], self.heads, self.width)
+        mixed = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1).transpose(1, 2)
+        mixed = causal_conv1d_fn(mixed, weight=self.conv1d.weight.squeeze(1), bias=None, activation="silu")
+        query, key, value = (part.view(shape) for part in mixed.transpose(1, 2).chunk(3, dim=-1))
+        result, _ = chunk_kda(query, key, value, g=self.forget_gate(x), beta=self.b_proj(x).sigmoid(),
                               use_qk_l2norm_in_kernel=True)
-        result = self.o_norm(result, self.g_proj(x).view(result.shape))
+        result = self.o_norm(result, self.g_proj(x).view(shape))
         return self.o_proj(result.reshape(*x.shape[:2], -1))
 
 
@@ -345,9 +352,8 @@ class KimiK3DecoderLayer(nn.Module):
         delta = layer_idx + 1 in config.linear_attn_config["kda_layers"]
         self.self_attn = (KimiK3DeltaAttention if delta else KimiK3Attention)(config, layer_idx)
         self.opens_block = layer_idx % config.attn_res_block_size == 0
-        self.ffn = "mlp" if layer_idx < config.first_k_dense_replace else "block_sparse_moe"
-        setattr(self, self.ffn, KimiK3MLP(config, config.intermediate_size) if self.ffn == "mlp"
-                else KimiK3SparseMoE(config))
+        dense = layer_idx < config.first_k_dense_replace
+        self.mlp = KimiK3MLP(config, config.intermediate_size) if dense else KimiK3SparseMoE(config)
         self.input_layernorm = KimiK3RMSNorm(hidden, eps)
         self.post_attention_layernorm = KimiK3RMSNorm(hidden, eps)
         self.mlp_res_norm = KimiK3RMSNorm(hidden, eps)
@@ -367,7 +373,7 @@ class KimiK3DecoderLayer(nn.Module):
         else:
             prefix = prefix + mixed
         x = attention_residual(prefix, bank, self.mlp_res_norm, self.mlp_res_proj)
-        return prefix + getattr(self, self.ffn)(self.post_attention_layernorm(x)), bank
+        return prefix + self.mlp(self.post_attention_layernorm(x)), bank
 
 
 class KimiK3PreTrainedModel(PreTrainedModel):

@@ -13,11 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from adaptc.capture.places import running
 from adaptc.errors import AdaptcError, InputError, UnsupportedError
+from adaptc.models.modules import MODULES
 
 
 def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
-    """The causal LM that transformers has for ``config``, in float32; with ``trust_remote_code`` the one that comes
-    with the model, if the config names one. InputError when its code fails on the configuration.
+    """The causal LM that we or transformers have for ``config``, in float32; with ``trust_remote_code`` the one that
+    comes with the model, if the config names one. InputError when its code fails on the configuration.
 
     Each parameter moves to the meta device as it is registered, so that initialising it costs nothing, while the
     constructors' own arithmetic (rotary frequencies, embedding scales) runs on the CPU. Memory pages of parameters
@@ -27,12 +28,15 @@ def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    own = MODULES[config.model_type].load() if config.model_type in MODULES else None
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if not remote and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not remote and not (own and type(config) is own.CONFIG) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedError(f"transformers has no causal language model for model_type {config.model_type!r}.")
     handle = register_module_parameter_registration_hook(_on_meta)
     try:
         with _Reserving():
+            if own and not remote:
+                return own.MODEL._from_config(config, dtype=torch.float32).eval()
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=remote).eval()
     except AdaptcError:
         raise

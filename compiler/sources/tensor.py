@@ -44,14 +44,18 @@ class SourceTensor:
 
     def codes(self) -> blocks.Codes:
         """Unpacked codes in ``format`` (see ``adaptc.blocks``)."""
-        codes = blocks.unblock(self.stored, self.raw, self.shape)
+        codes = self.elements()
         if self.format == self.stored:
             return codes
         return {"codes": blocks.dequantize(self.stored, codes)}
 
     def values(self) -> np.ndarray:
         """float32 values, as the ``gguf`` package dequantises them."""
-        return blocks.dequantize(self.stored, blocks.unblock(self.stored, self.raw, self.shape))
+        return blocks.dequantize(self.stored, self.elements())
+
+    def elements(self) -> blocks.Codes:
+        """Unpacked codes in the format that the file stores, of vectors too."""
+        return blocks.unblock(self.stored, self.raw, self.shape)
 
     note = ""
     """Why the tensor isn't held in its stored format ("" when it is, or is a vector)."""
