@@ -204,6 +204,11 @@ class Engine:
             raise
         return True
 
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache: its pages are free then."""
+        if self.prefixes is not None:
+            self.prefixes.forget()
+
     @property
     def active(self) -> bool:
         """Whether any request runs or waits."""
