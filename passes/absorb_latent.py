@@ -34,7 +34,7 @@ class AbsorbLatent:
 
     Declined, with a sentence in the fact "format_notes" where values are made of a row half as wide as they or narrower:
     shared columns that differ by head or stand between others, keys or values that something else was done to (a norm, a
-    bias), windows, soft caps and sinks, fewer key heads than query heads. Declined without one: rows so wide that
+    bias), windows, soft caps, sinks and slopes, fewer key heads than query heads. Declined without one: rows so wide that
     attending to them costs more arithmetic than it saves in what is kept.
     """
 
@@ -179,8 +179,8 @@ def _latent(node: Node) -> _Latent | str | None:
         return None
     if len(linear.operands) > 2:
         return "a bias is added to what its values are made of"
-    if len(node.operands) > 6 or node.attrs["window"] or node.attrs["softcap"]:
-        return "with a window, a soft cap or sinks it isn't done over latent rows"
+    if node.attrs["extras"] or node.attrs["window"] or node.attrs["softcap"]:
+        return "with a window, a soft cap, sinks or slopes it isn't done over latent rows"
     if spec(query).shape[1] != heads or spec(key).shape[1] != heads:
         return f"it has {heads} heads of values for {spec(query).shape[1]} of queries"
     keys = numbers.columns(numbers.of(key))
