@@ -1,7 +1,8 @@
 """Attention, masks, experts and rope by length through transformers' own extension points, recorded as operators of their own.
 
     adaptc::mask(like[1,T,D], padding, kind, window) -> [1,1,T,T]    stands for a mask, which is never computed
-    adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, sinks[H], scaling, window, softcap) -> [1,T,H,Dv]
+    adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, extras, names, scaling, window, softcap) -> [1,T,H,Dv]
+        ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
 """
@@ -51,7 +52,8 @@ def operators() -> None:
     torch.library.define("adaptc::mask", "(Tensor like, Tensor? padding, str kind, int window) -> Tensor")
     torch.library.define(
         "adaptc::attention",
-        "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? sinks, float scaling, int window, float softcap) -> Tensor",
+        "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor[] extras, str[] names, float scaling, int window, "
+        "float softcap) -> Tensor",
     )
     torch.library.define(
         "adaptc::expert_linear",
@@ -70,7 +72,7 @@ def _mask_shape(like, padding, kind, window):
     return like.new_empty((like.shape[0], 1, like.shape[1], like.shape[1]), dtype=torch.float32)
 
 
-def _attention_shape(q, k, v, mask, sinks, scaling, window, softcap):
+def _attention_shape(q, k, v, mask, extras, names, scaling, window, softcap):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
@@ -174,8 +176,9 @@ def _attention(names: dict[int, str]) -> Callable:
             )
         width = query.shape[-1]
         scaling = width**-0.5 if scaling is None else scaling
+        extras = {"sinks": s_aux} if s_aux is not None else {}
         return (
-            torch.ops.adaptc.attention(query, key, value, attention_mask, s_aux, float(scaling),
+            torch.ops.adaptc.attention(query, key, value, attention_mask, [*extras.values()], [*extras], float(scaling),
                                        int(sliding_window or 0), float(softcap or 0.0)),
             None,
         )

@@ -127,10 +127,10 @@ def _rope_down(b, a, x, cos, sin):
 
 
 def _infer_attention(attrs, operands):
-    q, k, v, positions, requests, state, *sinks = operands
-    for sink in sinks:
-        expect(sink.shape == q.shape[1:2] and sink.dtype == "f32",
-               f"attention: sinks are {sink.dtype}{list(sink.shape)}, expected f32, one a query head.")
+    q, k, v, positions, requests, state, *extras = operands
+    for name, extra in zip(attrs["extras"], extras):
+        expect(extra.shape == q.shape[1:2] and extra.dtype == "f32",
+               f"attention: {name} are {extra.dtype}{list(extra.shape)}, expected f32, one a query head.")
     kinds = tuple(o.dtype for o in operands[:5])
     expect(
         kinds == ("f32", "f32", "f32", "i32", "i32"),
@@ -156,9 +156,11 @@ def _infer_attention(attrs, operands):
     return (TensorSpec("f32", (q.shape[0], q.shape[1], dv)),)
 
 
-def _attention(attrs, q, k, v, positions, requests, state: RowState, sinks=None):
-    """softmax(q·kᵀ·scaling [softcapped]) · v over the rows each token may see, in float64. A head's sink is one more
-    score, whose value is 0."""
+def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
+    """softmax(q·kᵀ·scaling [softcapped] [+ slope · (key's position - query's)]) · v over the rows each token may see,
+    in float64. A head's slope is ALiBi's (https://arxiv.org/abs/2108.12409); its sink is one more score, whose value
+    is 0."""
+    given = dict(zip(attrs["extras"], extras))
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         state.append(request, position, (k[t], v[t]))
     groups = q.shape[1] // k.shape[1]
@@ -173,8 +175,11 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, sinks=None)
         scores = np.einsum("hgd,phd->hgp", query, keys.astype(np.float64)) * attrs["scaling"]
         if attrs["softcap"]:
             scores = attrs["softcap"] * np.tanh(scores / attrs["softcap"])
-        if sinks is not None:
-            scores = np.concatenate([scores, sinks.reshape(k.shape[1], groups, 1).astype(np.float64)], -1)
+        if "slopes" in given:
+            behind = np.arange(lo, position + 1) - position
+            scores = scores + given["slopes"].reshape(k.shape[1], groups, 1).astype(np.float64) * behind
+        if "sinks" in given:
+            scores = np.concatenate([scores, given["sinks"].reshape(k.shape[1], groups, 1).astype(np.float64)], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         weights = weights[..., : position + 1 - lo]
@@ -188,11 +193,61 @@ def _attention_flops(attrs, operands, results):
     return scaled(size((q.shape[0], q.shape[1], context, q.shape[2] + v.shape[2])), 2)
 
 
+def _infer_latent(attrs, operands):
+    query, row, positions, requests, state = operands
+    kinds = tuple(o.dtype for o in operands[:4])
+    expect(kinds == ("f32", "f32", "i32", "i32"), f"latent_attention: operands are {', '.join(kinds)}; expected query "
+                                                  "and row in f32, positions and requests in i32.")
+    expect(len(state.parts) == 1 and not state.window,
+           f"latent_attention: the state keeps {state.parts} in a window of {state.window}; expected one part, and no "
+           "window.")
+    (_, heads, width), = state.parts
+    expect(
+        len(query.shape) == 3 and row.shape == (query.shape[0], width) and query.shape[2] == width and heads == 1,
+        f"latent_attention: the query is {query.shape}, the row {row.shape}, the state keeps {state.parts}; expected "
+        "[T, H, D], [T, D] and one head of D.",
+    )
+    expect(
+        positions.shape == requests.shape == query.shape[:1],
+        f"latent_attention: positions are {positions.shape}, requests {requests.shape}; expected one a token, "
+        f"{query.shape[:1]}.",
+    )
+    values = attrs["value_width"]
+    expect(0 < values <= width, f"latent_attention: values are the first {values} of {width} columns.")
+    return (TensorSpec("f32", (*query.shape[:2], values)),)
+
+
+def _latent(attrs, query, row, positions, requests, state: RowState):
+    """softmax(query·rowsᵀ·scaling)·values, in float64: all heads share the rows that a token sees, and the first
+    ``value_width`` columns of a row are its value."""
+    places = list(enumerate(zip(positions.tolist(), requests.tolist())))
+    for t, (position, request) in places:
+        state.append(request, position, (row[t][None],))
+    result = np.empty((*query.shape[:2], attrs["value_width"]), np.float32)
+    for t, (position, request) in places:
+        try:
+            (rows,) = state.read(request, 0, position + 1)
+        except KeyError:
+            raise LegalityError(f"latent_attention: request {request} lacks rows for positions below {position}.") from None
+        rows = rows[:, 0].astype(np.float64)
+        scores = query[t].astype(np.float64) @ rows.T * attrs["scaling"]
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        result[t] = weights / weights.sum(-1, keepdims=True) @ rows[:, : attrs["value_width"]]
+    return (result,)
+
+
+def _latent_flops(attrs, operands, results):
+    tokens, heads, width = operands[0].shape
+    return scaled(size((tokens, heads, context_symbol(0), width + attrs["value_width"])), 2)
+
+
 ROWS = [
     OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, attrs={"interleaved": False, "turned": 0},
           factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
-    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?"), _infer_attention, _attention,
-          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0}, factors="thd,thd,the,t,t,h->the",
+    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?"), _infer_attention, _attention,
+          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}, factors="thd,thd,the,t,t,h,h->the",
           cost=_attention_flops, state=5),
+    OpRow("latent_attention", ("query", "row", "positions", "requests", "state"), _infer_latent, _latent,
+          attrs={"scaling": REQUIRED, "value_width": REQUIRED}, factors="thd,td,t,t->the", cost=_latent_flops, state=4),
 ]

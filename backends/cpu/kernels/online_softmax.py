@@ -18,7 +18,7 @@ from adaptc.backends.cpu.kernels.base import Emitter, Value, vec
 from adaptc.backends.cpu.kernels.base import lanes as lanes_of
 from adaptc.backends.cpu.kernels.division import first_key
 from adaptc.backends.cpu.kernels.elementwise import STORED
-from adaptc.backends.cpu.kernels.pages import Place, common_lanes, prefetch, room
+from adaptc.backends.cpu.kernels.pages import Place, common_lanes, part_widths, prefetch, room
 from adaptc.plan import DTYPE_BYTES
 
 TOGETHER = 2
@@ -102,6 +102,11 @@ class Stored:
         self.e, self.params, self.place, self.ahead = e, params, place, ahead
         self.dtype, self.lanes = params["dtype"], common_lanes(e, params)
         self.floats = vec(self.lanes, "f32")
+        self.widths = part_widths(params)
+
+    def _part(self, part: int) -> int:
+        """Which of the state's parts keys (part 0) or values (part 1) are of."""
+        return min(part, len(self.widths) - 1)
 
     def _row(self, start: Value, row: Value | int, width: int, column: Value | int) -> Value:
         e = self.e
@@ -111,9 +116,9 @@ class Stored:
     def ask(self, part: int, key: Value, column: Value | int, columns: int) -> None:
         """Prefetches columns of a key's (part 0) or value's (part 1) row in the next block."""
         if self.ahead is not None:
+            part = self._part(part)
             start, row = self.ahead.row(self.e, part, key)
-            width = self.params[("width", "value_width")[part]]
-            prefetch(self.e, self._row(start, row, width, column), columns * DTYPE_BYTES[self.dtype])
+            prefetch(self.e, self._row(start, row, self.widths[part], column), columns * DTYPE_BYTES[self.dtype])
 
     def key(self, key: Value) -> Value:
         """Pointer to a key's row; ``lanes`` rows follow one another from a multiple of ``lanes`` on."""
@@ -122,7 +127,7 @@ class Stored:
 
     def scale(self, part: int, key: Value) -> Value:
         """Pointer to the scale of a key (part 0) or its value (part 1); again ``lanes`` follow one another."""
-        start, row = self.place.row(self.e, 2 + part, key)
+        start, row = self.place.row(self.e, len(self.widths) + self._part(part), key)
         return self.e.at(start, row, "f32")
 
     def dots(self, queries: Sequence[Value], key: Value, vectors: int) -> list[list[Value]]:
@@ -154,8 +159,9 @@ class Stored:
 
     def value(self, key: Value, column: Value | int) -> Value:
         """``lanes`` columns of a key's value."""
-        start, row = self.place.row(self.e, 1, key)
-        return self.e.load_floats(self._row(start, row, self.params["value_width"], column), self.dtype, self.lanes)
+        part = self._part(1)
+        start, row = self.place.row(self.e, part, key)
+        return self.e.load_floats(self._row(start, row, self.widths[part], column), self.dtype, self.lanes)
 
 
 class Copied:
@@ -303,8 +309,17 @@ class Rows:
         return e.and_(e.compare("sle", start, position), ends)
 
 
+@dataclass(frozen=True)
+class Slant:
+    """What a row's scores rise by for each later key (f32), and the row's own position from the block's start (i64):
+    its own key's score stays."""
+
+    slope: Value
+    place: Value
+
+
 class Visit:
-    """Merges keys of a block into rows: ``visit(block, parts, queries, low, high)``."""
+    """Merges keys of a block into rows: ``visit(block, parts, queries, low, high, slants)``."""
 
     def __init__(self, e: Emitter, params: Mapping[str, Any]):
         self.e, self.params = e, params
@@ -321,8 +336,16 @@ class Visit:
         e, cap, scaling = self.e, self.params["softcap"], self.params["scaling"]
         return e.mul(vmath.tanh(e, e.mul(score, scaling / cap)), cap) if cap else e.mul(score, scaling)
 
+    def _slanted(self, score: Value, slant: Slant | None, key: Value) -> Value:
+        """The scores of keys (i32, from the block's start) with what their distance adds."""
+        if slant is None:
+            return score
+        e = self.e
+        behind = e.sub(key, e.splat(e.cast("trunci", slant.place, "i32"), self.lanes))
+        return e.fma(e.splat(slant.slope, self.lanes), e.cast("sitofp", behind, "f32"), score)
+
     def __call__(self, block: Stored | Copied, parts: Sequence[Running], queries: Sequence[Value], low: Value,
-                 high: Value) -> None:
+                 high: Value, slants: Sequence[Slant] | None = None) -> None:
         """Rows ``parts`` with their ``queries`` all see keys [low, high) of a block, relative to its start."""
         e, lanes, floats = self.e, self.lanes, self.floats
         count = len(parts)
@@ -342,7 +365,8 @@ class Visit:
                 visible = e.and_(e.compare("sge", at, lows), e.compare("slt", at, highs))
                 for i in each:
                     score = self._times(block, 0, e.add(key.index, v * lanes), scores[i][v])
-                    score = e.select(visible, self._scaled(score), -math.inf)
+                    score = self._slanted(self._scaled(score), slants[i] if slants else None, at)
+                    score = e.select(visible, score, -math.inf)
                     e.store(score, e.at(e.at(weights[i], key.index, "f32"), v * lanes, "f32"))
                     most[i] = _lane_maximum(e, most[i], score)
             key.end(*most)
