@@ -220,7 +220,8 @@ WEIGHTS = {"embedding": embedding().tobytes()}
 
 def engine(plan_=None, pages=None, **options) -> Engine:
     plan_ = plan_ or plan()
-    pages = pages or {g.name: 2 * group_pages(plan_, g, plan_.max_context) for g in plan_.groups}
+    pages = pages or {g.name: 2 * group_pages(plan_, g, plan_.max_context) + (20 if g.kind == "fixed" else 0)
+                      for g in plan_.groups}  # fmt: skip
     return Engine(plan_, FakeExecutable(plan_, WEIGHTS, pages), pages, **options)
 
 
