@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import adaptc
 from adaptc import artifact_format, driver
-from adaptc.capture import build
-from adaptc.errors import AdaptcError
+from adaptc.capture import build, capture
+from adaptc.errors import AdaptcError, UnusedError
 from adaptc.ir.module import Program
 from adaptc.sources import open_described, open_source
 
@@ -47,16 +47,17 @@ def test_prefill_chunks_and_steps_are_the_formulas(k3):
 
 
 def test_after_a_prefix_hit_the_bits_are_the_same(k3):
+    """A prompt of 21 tokens has its first 20 found again by one that goes on otherwise, and by one that is longer."""
     with adaptc.load(k3.artifact, threads=1) as session:
-        whole = session.score(TOKENS)
-        for hit in (0, 20):
-            rows = np.empty((len(TOKENS) - 22, whole.shape[1]), np.float32)
-            before = session.engine.statistics.hit_tokens
-            session.engine.score(TOKENS, rows, start=22)
-            while session.engine.active:
-                session.engine.step()
-            assert session.engine.statistics.hit_tokens - before == hit
-            assert np.array_equal(rows, whole[22:])
+        whole, engine = session.score(TOKENS), session.engine
+        rows = np.empty((len(TOKENS) - 22, whole.shape[1]), np.float32)
+        hits = []
+        for start in (lambda: engine.add(TOKENS[:21], max_tokens=3), lambda: engine.score(TOKENS, rows, start=22)):
+            start()
+            while engine.active:
+                engine.step()
+            hits.append(engine.statistics.hit_tokens)
+        assert hits == [0, 20] and np.array_equal(rows, whole[22:])
 
 
 def test_what_is_kept_is_what_k3_keeps(k3):
@@ -147,8 +148,6 @@ def group(**changes):
     ({"num_expert_group": 2}, "num_expert_group is 2"),
     ({"linear_attn_config": tiny_k3.TEXT["linear_attn_config"] | {"kda_layers": [1, 2]}}, "neither or both"),
     ({"linear_attn_config": tiny_k3.TEXT["linear_attn_config"] | {"use_full_rank_gate": False}}, "use_full_rank_gate"),
-    ({"loops": 3}, "'loops'"),
-    ({"linear_attn_config": tiny_k3.TEXT["linear_attn_config"] | {"gate_upper_bound": 1}}, "gate_upper_bound"),
     ({"quantization_config": group(group_size=16)}, "weights.type|group_size"),
     ({"quantization_config": group(num_bits=8)}, "weights.num_bits"),
     ({"quantization_config": group(rotation=1)}, "weights.rotation"),
@@ -159,6 +158,23 @@ def group(**changes):
 def test_what_is_no_k3_is_refused_by_name(k3, tmp_path, text, words):
     with pytest.raises(AdaptcError, match=words):
         driver.stage_text(edited(k3, tmp_path, **text), "captured")
+
+
+def test_keys_that_nothing_reads_are_refused_by_name():
+    one = dict(num_hidden_layers=1, loops=3, linear_attn_config=tiny_k3.TEXT["linear_attn_config"] | dict(
+        kda_layers=[1], full_attn_layers=[], gate_upper_bound=1))
+    with pytest.raises(UnusedError, match="'linear_attn_config.gate_upper_bound', 'loops'"):
+        capture(described(tiny_k3.config(**one)))
+
+
+def rewritten(k3, place, change):
+    """The folder with other tensors, in one file."""
+    tensors = {name: value for file in sorted(k3.folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+    folder = edited(k3, place)
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(change(tensors), folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def without(tensors, name):
@@ -181,12 +197,7 @@ RATES = "language_model.model.layers.0.self_attn.A_log"
     (lambda t: without(t, "language_model.model.layers.1.self_attention_res_proj.weight"), "no tensor for"),
 ])
 def test_tensors_that_do_not_fit_are_refused_by_name(k3, tmp_path, change, words):
-    source = lambda: open_source(edited(k3, tmp_path))  # noqa: E731
-    tensors = {name: value for file in sorted(k3.folder.glob("*.safetensors")) for name, value in load_file(file).items()}
-    folder = edited(k3, tmp_path)
-    for path in folder.glob("model*"):
-        path.unlink()
-    save_file(change(tensors), folder / "model.safetensors", {"format": "pt"})
+    folder = rewritten(k3, tmp_path, change)
     with pytest.raises(AdaptcError, match=words):
         source = open_source(folder)
         module = build.build(source.config)
@@ -198,16 +209,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(k3, tmp_path, change, words
 
 def test_a_checkpoint_of_floats_needs_no_pairs(k3, tmp_path):
     """Which matrices are packed the tensors say, whatever quantization_config covers."""
-    tensors = {name: value for file in sorted(k3.folder.glob("*.safetensors")) for name, value in load_file(file).items()}
-    for name in [name.removesuffix("_packed") for name in tensors if name.endswith(".weight_packed")]:
-        values = k3.reference.expert(name.removeprefix("language_model.model.").removesuffix(".weight"))
-        del tensors[f"{name}_packed"], tensors[f"{name}_scale"]
-        tensors[name] = torch.from_numpy(values.astype(np.float32))
-    folder = edited(k3, tmp_path)
-    for path in folder.glob("model*"):
-        path.unlink()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    plain, packed = open_source(folder), open_source(k3.folder)
+
+    def unpacked(tensors):
+        for name in [name.removesuffix("_packed") for name in tensors if name.endswith(".weight_packed")]:
+            values = k3.reference.expert(name.removeprefix("language_model.model.").removesuffix(".weight"))
+            del tensors[f"{name}_packed"], tensors[f"{name}_scale"]
+            tensors[name] = torch.from_numpy(values.astype(np.float32))
+        return tensors
+
+    plain, packed = open_source(rewritten(k3, tmp_path, unpacked)), open_source(k3.folder)
     for name in ("gate_up_proj", "down_proj"):
         whole = [source.tensors[f"model.layers.2.mlp.experts.{name}"] for source in (plain, packed)]
         assert [t.stored.name for t in whole] == ["f32", "mxfp4"]
