@@ -179,7 +179,8 @@ def _latent(node: Node) -> _Latent | str | None:
         return None
     if len(linear.operands) > 2:
         return "a bias is added to what its values are made of"
-    if node.attrs["extras"] or node.attrs["window"] or node.attrs["softcap"]:
+    attrs = node.row.complete(node.attrs)
+    if attrs["extras"] or attrs["window"] or attrs["softcap"]:
         return "with a window, a soft cap, sinks or slopes it isn't done over latent rows"
     if spec(query).shape[1] != heads or spec(key).shape[1] != heads:
         return f"it has {heads} heads of values for {spec(query).shape[1]} of queries"
