@@ -30,7 +30,8 @@ PART = "latent"
 class AbsorbLatent:
     """attention(q, k, v) → latent_attention over one row a token, where the columns of every head's keys are rows of one
     matrix times a latent, or columns that all heads share; and those of its values are rows of a matrix times the same
-    latent. The matrices are applied to queries and results (``head_linear``), as they are stored.
+    latent. The matrices are applied to queries and results (``head_linear``), as they are stored. The fact "restated"
+    names the states that then keep other rows than the captured program says.
 
     Declined, with a sentence in the fact "format_notes" where values are made of a row half as wide as they or narrower:
     shared columns that differ by head or stand between others, keys or values that something else was done to (a norm, a
@@ -62,6 +63,8 @@ class AbsorbLatent:
             types = {name: dialect.to_type(replace(kept[name].spec, parts=((PART, 1, latent.width),)))
                      for node, latent in found for name in slots[node.op]}
         retype(program, types)
+        if types:
+            program.set_fact("restated", tuple(sorted({*program.fact("restated", ()), *types})))
         with program.editing():
             for node, latent in found:
                 node.replace(latent.build(node))
