@@ -23,7 +23,7 @@ def split_pages(plan: Plan, cache_bytes: int) -> dict[str, int]:
 
     Raises OptionError when not even one page a group fits.
     """
-    least = _bytes(plan, {group.name: 1 for group in plan.groups})
+    least = _bytes(plan, _pages(plan, 1))
     if cache_bytes < least:
         raise OptionError(f"cache_bytes is {cache_bytes}; one page of each cache group takes {least} bytes.",
                           hint=f"Give at least {_bytes(plan, _pages(plan, plan.max_context))} for one request of "
@@ -45,5 +45,4 @@ def _pages(plan: Plan, tokens: int) -> dict[str, int]:
 
 
 def _bytes(plan: Plan, pages: dict[str, int]) -> int:
-    token_bytes = {state.name: state.token_bytes() for state in plan.states}
-    return sum(pages[group.name] * plan.page_size * sum(token_bytes[s] for s in group.states) for group in plan.groups)
+    return sum(pages[state.group] * state.page_bytes(plan.page_size) for state in plan.states)

@@ -1,8 +1,9 @@
 """Continuous batching over an executable: ``add`` requests, ``step`` until they end, ``abort`` at will.
 
 A step packs running decodes first and then prefill chunks, of any lengths, up to the plan's limits. It is a
-transaction: rows that it writes lie beyond every request's length, which only a commit moves, and pages that it takes
-belong to nobody until then; when it fails, the same step can be tried again and gives the same.
+transaction: rows that it writes lie beyond every request's length, which only a commit moves, fixed states go from one
+slot to another, and pages that it takes belong to nobody until then; when it fails, the same step can be tried again
+and gives the same.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from numbers import Integral
 import numpy as np
 
 from adaptc.errors import AdaptcError, EmptyPromptError, RequestError, TooLongError, VocabularyError
-from adaptc.plan import CacheGroup, Plan
+from adaptc.plan import SLOT_ENTRIES, CacheGroup, Plan
 from adaptc.protocol import Executable
-from adaptc.runtime.pages import BlockTable, PagePool, pages_needed
+from adaptc.runtime.pages import BlockTable, PagePool, SlotTable, pages_needed
 from adaptc.runtime.sampler import Logprob, Sampling, check, logprob, sample
 
 
@@ -207,8 +208,9 @@ class Engine:
         maximum = len(prompt) if logits_out is not None else last - 1
         family = _Family()
         several = len(samplings) > 1
-        # a window's pages leave each member at its own time, so those aren't counted as shared
-        family.shared = [len(prompt) // self.plan.page_size if several and not g.window else 0 for g in self._groups]
+        # a window's pages and slots leave each member at its own time, so those aren't counted as shared
+        family.shared = [len(prompt) // self.plan.page_size if several and g.kind == "rows" and not g.window else 0
+                         for g in self._groups]  # fmt: skip
         budget = [group_pages(self.plan, group, maximum, chunk) - shared
                   for group, shared in zip(self._groups, family.shared)]  # fmt: skip
         for group, shared, each in zip(self._groups, family.shared, budget):
@@ -291,12 +293,16 @@ class Engine:
                     self.pools[group.name].unreserve(pages)
                 return
             for request in members:
-                request.tables = [
-                    BlockTable(self.pools[g.name], self.plan.page_size, g.window, g.max_pages) for g in self._groups
-                ]
+                request.tables = [self._table(group) for group in self._groups]
             self._running |= {request.id: request for request in members}
             for _ in members:
                 self._waiting.popleft()
+
+    def _table(self, group: CacheGroup) -> BlockTable | SlotTable:
+        pool = self.pools[group.name]
+        if group.kind == "fixed":
+            return SlotTable(pool)
+        return BlockTable(pool, self.plan.page_size, group.window, group.max_pages)
 
     def _schedule(self) -> list[_Chunk]:
         """The next step's chunks: decodes first, then prefills in order of arrival."""
@@ -426,5 +432,7 @@ class Engine:
 
 
 def group_pages(plan: Plan, group: CacheGroup, tokens: int, step_tokens: int | None = None) -> int:
-    """The most pages of ``group`` that a request of ``tokens`` tokens holds at once."""
+    """The most pages (or slots) of ``group`` that a request of ``tokens`` tokens holds at once."""
+    if group.kind == "fixed":
+        return SLOT_ENTRIES
     return pages_needed(tokens, plan.page_size, group.window, min(tokens, step_tokens or plan.max_step_tokens))

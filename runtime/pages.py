@@ -1,6 +1,7 @@
-"""Pages of the caches: one pool a cache group, one block table a request and group.
+"""Pages of the caches and slots of fixed states: one pool a cache group, one table a request and group.
 
-A page id stands for the same page in every state of its group, so a pool holds numbers only. Reservation is what
+A page id stands for the same page in every state of its group, so a pool holds numbers only; a slot is a page that one
+value of every fixed state fills. Reservation is what
 makes admission safe: a request promises the most pages it can ever hold at once, and the promises of the admitted
 requests never exceed the pool, so a running request always finds its next page.
 """
@@ -12,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+
+from adaptc.plan import SLOT_ENTRIES
 
 
 class PagePool:
@@ -79,6 +82,50 @@ def pages_needed(tokens: int, page_size: int, window: int, step_tokens: int) -> 
     """
     every = -(-tokens // page_size)
     return every if window == 0 else min(every, (window + step_tokens + page_size - 3) // page_size + 1)
+
+
+class SlotTable:
+    """One request's slots of fixed states: ``entries`` i32[2], the slot to read (-1: the initial value) and the one to
+    write (-1 between steps). What is read is never written into, so holders share it and a step can be tried again."""
+
+    def __init__(self, pool: PagePool):
+        self.pool = pool
+        self.entries = np.full(SLOT_ENTRIES, -1, np.int32)
+
+    def grow(self, tokens: int) -> None:
+        """Holds a slot to write."""
+        if self.entries[1] < 0:
+            self.entries[1] = self.pool.alloc()
+
+    def fork(self, source: SlotTable, tokens: int) -> None:
+        """Reads next what ``source`` has written, or reads next, together with it."""
+        read, written = source.entries
+        self.entries[:] = (written if written >= 0 else read), -1
+        self.pool.share(int(self.entries[0]))
+
+    def own(self, position: int) -> Iterator[tuple[int, int]]:
+        """Nothing to copy: what several hold is only read."""
+        return iter(())
+
+    def slide(self, length: int) -> None:
+        """The step that ends at ``length`` has happened: what it wrote is read next. Once or twice is the same."""
+        read, written = (int(slot) for slot in self.entries)
+        if written >= 0:
+            self.entries[:] = written, -1
+            if read >= 0:
+                self.pool.free(read)
+
+    def release(self) -> None:
+        held, self.entries[:] = [int(slot) for slot in self.entries if slot >= 0], -1
+        for slot in held:
+            self.pool.free(slot)
+
+    def held(self, length: int) -> list[int]:
+        """As ``BlockTable.held``: of a step that did not commit, the slot to write is forgotten."""
+        self.entries[1] = -1
+        if length == 0:
+            self.entries[0] = -1
+        return [int(slot) for slot in self.entries if slot >= 0]
 
 
 class BlockTable:

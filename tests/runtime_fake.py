@@ -2,6 +2,7 @@
 
 Each layer appends its token's row to its paged state through the block table and then adds up the visible rows as
 stored, key by key in order of position, so a wrong page, a stale row, a missed window or a NaN shows in the logits.
+A fixed state is a running sum that forgets: a wrong slot shows in all logits that follow.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
 def plan(
-    *, page_size=4, windows=(0, 5), max_context=48, max_step_tokens=8, max_requests=4, max_rows=4, layers=2
+    *, page_size=4, windows=(0, 5), max_context=48, max_step_tokens=8, max_requests=4, max_rows=4, layers=2, fixed=1
 ) -> Plan:
-    """One cache group a window, ``layers`` states in each."""
+    """One cache group a window, ``layers`` states in each, and one of ``fixed`` fixed states."""
     groups, states = [], []
     for i, window in enumerate(windows):
         names = tuple(f"layer{i}.{j}" for j in range(layers))
         groups.append(CacheGroup(f"group{i}", window, names, -(-max_context // page_size)))
         parts = (StatePart("k", HEADS, WIDTH), StatePart("v", HEADS, WIDTH))
         states += [State(name, "rows", f"group{i}", "f16", window, parts) for name in names]
+    if fixed:
+        names = tuple(f"fixed.{j}" for j in range(fixed))
+        groups.append(CacheGroup("fixed", 0, names, 2, "fixed"))
+        states += [State(name, "fixed", "fixed", "f32", 0, (StatePart("state", HEADS, WIDTH),)) for name in names]
     embedding = VOCABULARY * HEADS * WIDTH * 4
     buffers = [
         Buffer("tokens", "input", "i32", ("T",), 4 * max_step_tokens),
@@ -75,7 +80,7 @@ class FakeExecutable:
         for g in plan_.groups:
             self._inputs[f"pages:{g.name}"] = np.full((limit["R"], g.max_pages), -7, np.int32)
         self._logits = np.zeros((limit["S"], plan_.vocabulary), np.float32)
-        self._states = {s.name: np.full((pages[s.group], s.token_bytes() * plan_.page_size), 0xFF, np.uint8)
+        self._states = {s.name: np.full((pages[s.group], s.page_bytes(plan_.page_size)), 0xFF, np.uint8)
                         for s in plan_.states}  # fmt: skip
 
     def inputs(self, role):
@@ -100,13 +105,27 @@ class FakeExecutable:
         assert requests.min() >= 0 and requests.max() == R - 1
         x = self.embedding[tokens] + 0.01 * positions[:, None].astype(np.float32)
         for i, state in enumerate(self.plan.states):
-            x = self._layer(state, x.astype(np.float32), positions, requests)
+            layer = self._fixed if state.kind == "fixed" else self._layer
+            x = layer(state, x.astype(np.float32), positions, requests)
             if i == 0:
                 self.fail(len(self.steps))
         for s, row in enumerate(self._inputs["sampled"][:S]):
             assert 0 <= row < T
             self._logits[s] = (x[row] * self.embedding).sum(-1) * 3
         self._logits[S:] = np.nan
+
+    def _fixed(self, state, x, positions, requests):
+        pool, table = self._states[state.name].view(np.float32), self._inputs[f"pages:{state.group}"]
+        out, begun = np.empty_like(x), set()
+        for t, r in enumerate(requests):
+            read, written = table[r]
+            assert read != written and 0 <= written < len(pool) and (r in begun or (read >= 0) == (positions[t] > 0))
+            if r not in begun:
+                begun.add(r)
+                pool[written] = pool[read] if read >= 0 else 0
+            pool[written] = forgetting(pool[written], x[t])
+            out[t] = np.tanh(x[t] + pool[written])
+        return out
 
     def _layer(self, state, x, positions, requests):
         page_size = self.plan.page_size
@@ -148,11 +167,21 @@ class FakeLauncher:
         return FakeExecutable(plan_, weights, pages)
 
 
+def forgetting(total: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return np.float32(0.9) * total + x
+
+
 def plain(tokens, plan_: Plan, seed: int = 0) -> np.ndarray:
     """Logits [T, vocabulary] of the same model without pages, chunks or batches: rows in plain lists."""
     table = embedding(seed)
     x = table[np.asarray(tokens)] + 0.01 * np.arange(len(tokens), dtype=np.float32)[:, None]
     for state in plan_.states:
+        if state.kind == "fixed":
+            total, x = np.zeros(HEADS * WIDTH, np.float32), x.astype(np.float32)
+            for t, row in enumerate(x):
+                total = forgetting(total, row)
+                x[t] = np.tanh(row + total)
+            continue
         rows = x.astype(np.float32).reshape(-1, HEADS, WIDTH)
         keys = np.tanh(rows).astype(DTYPES[state.dtype]).astype(np.float32)
         values = (rows * 0.5).astype(DTYPES[state.dtype]).astype(np.float32)

@@ -13,7 +13,7 @@ from runtime_fake import VOCABULARY, FakeExecutable, embedding, greedy, plain, p
 
 from adaptc.errors import AdaptcError, OptionError, RequestError
 from adaptc.runtime.engine import Engine, Event, group_pages
-from adaptc.runtime.pages import BlockTable, PagePool, pages_needed
+from adaptc.runtime.pages import BlockTable, PagePool, SlotTable, pages_needed
 from adaptc.runtime.sampler import Sampling
 
 WEIGHTS = {"embedding": embedding().tobytes()}
@@ -47,6 +47,10 @@ def consistent(eng: Engine) -> None:
         pool, held = eng.pools[group.name], []
         for request in eng._running.values():
             table, size = request.tables[i].entries, eng.plan.page_size
+            if group.kind == "fixed":  # a slot has the value after each length, and none is written between steps
+                assert (table[0] >= 0) == (request.length > 0) and table[1] == -1
+                held += table[table >= 0].tolist()
+                continue
             first = max(0, request.length - group.window + 1) // size if group.window else 0
             last = -(-request.length // size)
             assert (table[first:last] >= 0).all() and (table[:first] == -1).all() and (table[last:] == -1).all()
@@ -65,15 +69,19 @@ def empty(eng: Engine) -> None:
     assert all(len(p.free_pages) == p.pages and p.reserved == 0 for p in eng.pools.values())
 
 
-def owner_of(method: str) -> type:
-    return next(c for c in (PagePool, BlockTable, Engine) if method in vars(c))
+def owner_of(place: str) -> tuple[type, str]:
+    """The class and the method that ``place`` names, "SlotTable.slide" or, of the first that has it, "slide"."""
+    owner, _, method = place.rpartition(".")
+    return next((c, method) for c in (PagePool, BlockTable, SlotTable, Engine)
+                if method in vars(c) and owner in ("", c.__name__))  # fmt: skip
 
 
 def go_on_through_interrupts(monkeypatch, place: str, after: bool, rng, chance: float, eng: Engine, ids: list[int],
                              expected: list[list[int]]) -> None:
     """Runs the requests ``ids`` to their ends with Ctrl-C just before or ``after`` calls of the method ``place``, by
     chance, one a step at most and twelve in all: they give what is expected, and nothing is lost in between."""
-    real, left, armed = getattr(owner_of(place), place), 12, False
+    owner, method = owner_of(place)
+    real, left, armed = getattr(owner, method), 12, False
 
     def interrupted(self, *args):
         nonlocal left, armed
@@ -86,7 +94,7 @@ def go_on_through_interrupts(monkeypatch, place: str, after: bool, rng, chance: 
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(owner_of(place), place, interrupted)
+    monkeypatch.setattr(owner, method, interrupted)
     tokens, interrupts = {i: [] for i in ids}, 0
     while eng.active:
         armed = True
@@ -227,7 +235,7 @@ def test_options_that_are_refused():
 
 
 def test_a_request_larger_than_the_pool_is_refused_others_wait():
-    plan_ = plan(windows=(0,))
+    plan_ = plan(windows=(0,), fixed=0)
     eng = engine(plan_, {"group0": 5})
     with pytest.raises(RequestError, match="grow to 22 tokens and then needs 6 pages.*whole pool has 5.*cache_bytes"):
         eng.add(PROMPT, max_tokens=2)
@@ -240,7 +248,7 @@ def test_a_request_larger_than_the_pool_is_refused_others_wait():
 
 
 def test_windows_hold_no_more_pages_than_promised():
-    plan_ = plan(windows=(5,), page_size=2, max_step_tokens=3)
+    plan_ = plan(windows=(5,), page_size=2, max_step_tokens=3, fixed=0)
     eng = engine(plan_, {"group0": pages_needed(48, 2, 5, 3)})
     assert eng.pools["group0"].pages == 4  # 4 earlier rows and 3 new ones, wherever they start
     eng.poison_free_pages()
@@ -315,7 +323,8 @@ def test_a_failed_step_changes_nothing(error):
 
 
 @pytest.mark.parametrize(
-    "place", ["alloc", "free", "slide", "release", "_end", "_fill", "_sample", "_admit", "reserve"]
+    "place", ["alloc", "free", "slide", "release", "_end", "_fill", "_sample", "_admit", "reserve", "SlotTable.slide",
+              "SlotTable.grow", "SlotTable.release"]
 )
 @pytest.mark.parametrize("after", [False, True])
 def test_an_interrupt_anywhere_loses_nothing(place, after, monkeypatch):
@@ -324,7 +333,7 @@ def test_an_interrupt_anywhere_loses_nothing(place, after, monkeypatch):
     expected = [greedy(p, 6, plan()) for p in prompts]
     eng = engine()
     ids = [eng.add(p, max_tokens=6) for p in prompts]
-    go_on_through_interrupts(monkeypatch, place, after, random.Random(len(place)), 0.4, eng, ids, expected)
+    go_on_through_interrupts(monkeypatch, place, after, random.Random(place), 0.5, eng, ids, expected)
 
 
 def test_an_interrupted_abort_frees_the_pages(monkeypatch):
@@ -465,7 +474,7 @@ def test_samples_share_a_prefill_and_are_what_each_is_alone(page_size, length):
 
 def test_full_pages_are_shared_and_counted_once():
     """Twelve rows of page size 4 are three shared pages; each sample adds two of its own: nine pages, not fifteen."""
-    one = plan(windows=(0,))
+    one = plan(windows=(0,), fixed=0)
     eng = engine(one, {"group0": 9})
     assert samples(eng, PROMPT[:12], 3) == [alone_full(i, one) for i in range(3)]
     empty(eng)
@@ -509,7 +518,7 @@ def test_samples_under_failures_aborts_and_company(seed):
     empty(eng)
 
 
-@pytest.mark.parametrize("place", ["fork", "own", "share", "alloc", "free", "_end", "_elect", "_draw", "_copy_page"])
+@pytest.mark.parametrize("place", ["fork", "SlotTable.fork", "own", "share", "alloc", "free", "_end", "_elect", "_draw", "_copy_page"])
 @pytest.mark.parametrize("after", [False, True])
 def test_an_interrupt_anywhere_loses_no_sample(place, after, monkeypatch):
     expected = [alone(PROMPT[:9], i, 6) for i in range(3)]
@@ -527,7 +536,7 @@ def test_the_next_sample_goes_on_with_an_aborted_ones_prefill(interrupt, monkeyp
         assert eng.abort(ids[0])
         assert eng._running[ids[1]].length == 5
     else:
-        owner = owner_of(interrupt)
+        owner, _ = owner_of(interrupt)
         real = getattr(owner, interrupt)
 
         def once(self, *args):

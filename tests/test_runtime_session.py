@@ -301,14 +301,14 @@ def test_page_order_and_small_caches_change_nothing(tmp_path, launcher):
     with session.load(out, cache_bytes=one, page_order_seed=4) as loaded:
         loaded.poison_free_pages()
         assert [r.token_ids for r in loaded.generate([PROMPT, PROMPT[3:], [1]], 20)] == expected
-    with session.load(out, cache_bytes=one // 2) as loaded:
+    with session.load(out, cache_bytes=one * 3 // 4) as loaded:
         assert loaded.generate(PROMPT, 4).token_ids == expected[0][:4]
         with pytest.raises(RequestError, match="larger cache_bytes"):
             loaded.generate(PROMPT, 36)
 
 
 def bytes_of(plan_, pages) -> int:
-    size = {s.name: s.token_bytes() * plan_.page_size for s in plan_.states}
+    size = {s.name: s.page_bytes(plan_.page_size) for s in plan_.states}
     return sum(pages[g.name] * size[s] for g in plan_.groups for s in g.states)
 
 
@@ -323,7 +323,7 @@ def test_cache_bytes_are_split_so_that_no_group_runs_out_first(page_size):
     assert (
         default_cache_bytes(plan_, 2**50) == plan_.max_requests * one and default_cache_bytes(plan_, 8 * one) == 2 * one
     )
-    least = bytes_of(plan_, {g.name: 1 for g in plan_.groups})
+    least = bytes_of(plan_, {g.name: group_pages(plan_, g, 1) for g in plan_.groups})
     for size in range(least, 3 * one, max(1, one // 97)):
         pages = split_pages(plan_, size)
         assert min(pages.values()) >= 1 and bytes_of(plan_, pages) <= size
