@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from adaptc.capture import recurrence
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
@@ -61,6 +62,7 @@ def operators() -> None:
     torch.library.register_fake("adaptc::mask", _mask_shape)
     torch.library.register_fake("adaptc::attention", _attention_shape)
     torch.library.register_fake("adaptc::expert_linear", _expert_linear_shape)
+    recurrence.operators()
 
 
 def _mask_shape(like, padding, kind, window):
@@ -87,6 +89,7 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
     names = {id(m): name for name, m in module.named_modules()}
     before = module.config._attn_implementation
     with ExitStack() as stack:
+        stack.enter_context(recurrence.installed(module))
         functions = ALL_ATTENTION_FUNCTIONS._local_mapping
         stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names)}))
         experts = ALL_EXPERTS_FUNCTIONS._local_mapping

@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from adaptc.capture import build, hooks, repeat, trace
+from adaptc.capture import build, convolution, hooks, repeat, trace
 from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.locality import check_locality
@@ -66,7 +66,7 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
         with build.on_one_device(module), hooks.installed(module):
             exported = trace.trace(module, _context(text))
     fixed = {name: value for name, value in constants.items() if name not in stored}
-    program = walk(raised(exported, fixed, _context(text)), stored, constants)
+    program = walk(convolution.raised(raised(exported, fixed, _context(text))), stored, constants)
     program.set_fact("context", min(filter(None, (_context(text), program.fact("context"))), default=0))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
     legality.check(program)

@@ -319,7 +319,7 @@ class _Walk:
 
     def state(self, spec: StateSpec) -> ir.Value:
         """A new state owned by the current node."""
-        owner = f"{self.place.module}.kv"
+        owner = f"{self.place.module}.{'kv' if spec.kind == 'rows' else spec.parts[0][0]}"
         name = f"{owner}{self.owned[owner] or ''}"
         self.owned[owner] += 1
         self.program.declare(StateSlot(name, spec, self.place.module))

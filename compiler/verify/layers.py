@@ -70,15 +70,15 @@ def fitted(tokens: Sequence[int], length: int) -> list[int]:
 
 
 def _contracts(subject: Subject, level: Level) -> None:
-    """Each state says the same in the captured program and in the plan: parts and window."""
+    """Each state says the same in the captured program and in the plan: kind, parts and window."""
     states = {s.name: s for s in subject.plan.states}
     slots = subject.captured.states()
     for name, slot in slots.items():
-        wanted = (slot.spec.parts, slot.spec.window)
+        wanted = (slot.spec.kind, slot.spec.parts, slot.spec.window)
         held = states.get(name)
-        got = (tuple((p.name, p.heads, p.width) for p in held.parts), held.window) if held else None
+        got = (held.kind, tuple((p.name, p.heads, p.width) for p in held.parts), held.window) if held else None
         if got != wanted:
-            level.findings.append(Finding(f"the plan keeps (parts, window) {got}, the captured program says {wanted}",
+            level.findings.append(Finding(f"the plan keeps (kind, parts, window) {got}, the captured program says {wanted}",
                                           f"state {name}", slot.source))
     level.covered.append(f"contracts of {len(slots)} states")
 
