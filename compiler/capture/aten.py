@@ -639,6 +639,11 @@ def _mask(w, like, padding, kind, window):
     return Mask(kind, window)
 
 
+def _constant(w, values, shape, dtype, device):
+    number = float if w.dtype.startswith("f") else int
+    return w.b.constant(value=[number(x) for x in values], shape=w.shape, dtype=w.dtype)
+
+
 def _request_length(w, positions):
     return w.b.reshape(w.b.gather_rows(w.lengths(), w.requests), shape=w.shape)
 
@@ -753,4 +758,5 @@ TABLE: dict[str, Rule] = {
     "adaptc.attention": _attention,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
+    "adaptc.constant": _constant,
 }

@@ -3,6 +3,7 @@
     adaptc::mask(like[1,T,D], padding, kind, window) -> [1,1,T,T]    stands for a mask, which is never computed
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, extras, names, scaling, window, softcap) -> [1,T,H,Dv]
         ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order
+    adaptc::constant(values, shape, dtype, device) -> shape    numbers that Python has
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
 """
@@ -18,6 +19,7 @@ from typing import Any, Callable, Iterator
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from adaptc.errors import CaptureError
 
@@ -58,6 +60,10 @@ def operators() -> None:
         "adaptc::expert_linear",
         "(Tensor x, Tensor experts, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
     )
+    torch.library.define("adaptc::constant",
+                         "(float[] values, int[] shape, ScalarType dtype, Device device) -> Tensor")
+    torch.library.register_fake("adaptc::constant", lambda values, shape, dtype, device: torch.empty(
+        shape, dtype=dtype, device=device))
     torch.library.define("adaptc::request_length", "(Tensor positions) -> Tensor")
     torch.library.register_fake("adaptc::request_length", torch.empty_like)
     torch.library.register_fake("adaptc::mask", _mask_shape)
@@ -98,7 +104,9 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
                 stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind)}))
         module.set_attn_implementation(IMPLEMENTATION)
         stack.callback(module.set_attn_implementation, before)
-        stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
+        device = next(module.parameters()).device
+        stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor, device)))
+        stack.enter_context(_ListsInIndices())
         for one in module.modules():
             if _by_length(one):
                 stack.enter_context(mock.patch.dict(vars(one), {"forward": _rope(one)}))
@@ -109,16 +117,43 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _tensor(original: Callable) -> Callable:
+def _tensor(original: Callable, device_of_module: torch.device) -> Callable:
     """``torch.tensor`` whose numbers survive on the meta device: an operator of the graph holds them."""
 
     @functools.wraps(original)
     def tensor(data: Any, *args: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any):
-        if isinstance(data, (bool, int, float)) and not args and not kwargs:
+        if args or kwargs:
+            return original(data, *args, dtype=dtype, device=device, **kwargs)
+        if isinstance(data, (bool, int, float)):
             return torch.full((), data, dtype=dtype, device=device)
-        return original(data, *args, dtype=dtype, device=device, **kwargs)
+        if isinstance(data, (list, tuple)) and (numbers := _numbers(data)):
+            made = original(data, dtype=dtype, device="cpu")
+            return torch.ops.adaptc.constant([float(x) for x in numbers], list(made.shape), made.dtype,
+                                             device_of_module if device is None else torch.device(device))
+        return original(data, dtype=dtype, device=device)
 
     return tensor
+
+
+def _numbers(data: Any) -> list | None:
+    """The numbers in lists of lists, in order; None if there is anything else."""
+    if isinstance(data, (bool, int, float)):
+        return [data]
+    if not isinstance(data, (list, tuple)):
+        return None
+    found = [_numbers(part) for part in data]
+    return None if any(part is None for part in found) else [x for part in found for x in part]
+
+
+class _ListsInIndices(TorchFunctionMode):
+    """Lists in indices (``x[..., [-2], :]``) become tensors by ``torch.tensor``, as torch would make them itself."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            index = tuple(torch.tensor(part) if isinstance(part, list) and part and _numbers(part) else part
+                          for part in args[1])
+            args = (args[0], index)
+        return function(*args, **(kwargs or {}))
 
 
 _EXPERTS = "_experts_implementation_internal"
