@@ -131,7 +131,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                   Sample((*HEADS, replace(KV, dtype="bf16", window=2)), {"scaling": 0.3, "window": 2, "softcap": 5.0},
                          ATTENTION),
                   *(Sample((*HEADS, KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras}, ATTENTION)
-                    for extras in (("sinks",), ("slopes",), ("sinks", "slopes")))),
+                    for extras in (("sinks",), ("slopes",), ("sinks", "slopes"))),
+                  Sample((*HEADS, KV, f("T", 4, 3)), {"scaling": 0.3, "extras": ("distances",)}, ATTENTION)),
 }
 
 LEAVES = {"expert_linear", "top_k", "attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
@@ -366,6 +367,7 @@ REFUSED = [
     ("attention", (*HEADS, KV, f(4), f(4)), {"scaling": 1.0, "extras": ("slopes", "sinks")}, "in this order"),
     ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0, "extras": ("slope",)}, "expected some of"),
     ("attention", (*HEADS, KV, f(3)), {"scaling": 1.0, "extras": ("slopes",)}, r"slopes are f32\[3\]"),
+    ("attention", (*HEADS, KV, f(4, 3)), {"scaling": 1.0, "extras": ("distances",)}, r"distances are f32\[4, 3\]"),
 ]
 
 
@@ -565,6 +567,23 @@ def test_a_slope_is_a_bias_by_distance():
     scores = scores + torch.tensor(slopes)[:, None, None] * torch.arange(5)
     scores = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
     np.testing.assert_allclose(got, (scores.softmax(-1) @ wide(v)).transpose(0, 1), atol=1e-6)
+
+
+def test_distances_are_a_bias_of_each_query():
+    """Inkling's relative position bias (transformers' ``InklingRelativeLogits``), over a window and without."""
+    rng = np.random.default_rng(0)
+    q, k, v, bias = (rng.standard_normal((5, h, d)).astype(np.float32) for h, d in ((2, 8), (2, 8), (2, 8), (2, 3)))
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    dense = torch.tensor(bias).transpose(0, 1).double().gather(-1, distance.clamp(0, 2).expand(2, 5, 5))
+    dense = dense.masked_fill((distance < 0) | (distance >= 3), 0.0)
+    for window in (0, 2):
+        state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", window, 0, 0, 0))
+        attrs = row("attention").complete({"scaling": 0.3, "extras": ("distances",), "window": window})
+        (got,) = row("attention").meaning(attrs, q, k, v, np.arange(5), np.zeros(5, int), state, bias)
+        scores = torch.tensor(q).transpose(0, 1).double() @ torch.tensor(k).permute(1, 2, 0).double() * 0.3 + dense
+        scores = scores.masked_fill((distance < 0) | (distance >= (window or 5)), -torch.inf)
+        want = (scores.softmax(-1) @ torch.tensor(v).transpose(0, 1).double()).transpose(0, 1)
+        np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_top_k_takes_the_lower_index_of_equal_elements():

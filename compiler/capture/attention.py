@@ -24,8 +24,10 @@ from torch.utils import _pytree as pytree
 
 from adaptc.capture import hooks
 from adaptc.capture.aten import SKIPPED
+from adaptc.capture.constants import constant, is_function
+from adaptc.capture.constants import name_of as key
 from adaptc.capture.places import PREFIX, place_of
-from adaptc.capture.walk import key, writes
+from adaptc.capture.walk import writes
 from adaptc.errors import CaptureError
 
 MASKED = -1e4
@@ -388,7 +390,7 @@ class _Masks:
             kept = tensor.detach().contiguous().reshape(-1)
             raw = kept.view(torch.uint8).numpy().tobytes() if kept.numel() else b""
             return ((hashlib.sha256(raw).hexdigest(), tensor.dtype, tuple(tensor.shape)), _integers(tensor.shape))
-        if node.op != "call_function" or not _is_function(node):
+        if node.op != "call_function" or not is_function(node):
             return None
         args, kwargs = self._arguments(node)
         sources = [n for n in pytree.tree_leaves((args, kwargs)) if isinstance(n, torch.fx.Node)]
@@ -439,8 +441,7 @@ class _Masks:
         if key(node) == "adaptc.mask":
             return _mask(*args)
         if key(node) == "adaptc.constant":
-            values, shape, dtype, _ = args
-            return torch.tensor(values, dtype=torch.float64).reshape(shape).to(dtype)
+            return constant(*args)
         return node.target(*args, **kwargs)
 
     # ---- rules
@@ -548,22 +549,14 @@ def _buffers(exported: torch.export.ExportedProgram, constants: Mapping[str, tor
     return found
 
 
-def _is_function(node: torch.fx.Node) -> bool:
-    """Whether an operator gives the same for the same operands."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return key(node) == "getitem"
-    return torch.Tag.nondeterministic_seeded not in target.tags and (
-        target.namespace == "aten" or key(node) in ("adaptc.mask", "adaptc.constant"))
-
-
 def _integers(values: Iterable[Any]) -> frozenset[int]:
     """Integers that may be bounds: whole numbers of any type, but those that mask."""
     return frozenset(int(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)
                      and (isinstance(v, int) or MASKED < v < math.inf and v == int(v)))
 
 
-def _mask(like: torch.Tensor, padding: torch.Tensor | None, kind: str, window: int) -> torch.Tensor:
+def _mask(like: torch.Tensor, padding: torch.Tensor | None, kind: str, window: int,
+          blocks: torch.Tensor | None = None) -> torch.Tensor:
     """What ``adaptc.mask`` stands for, as transformers' written out attention has it: 0, or float32's least number."""
     if padding is not None and not bool((padding == 1).all()):
         raise Unproven("its mask keeps some tokens and not others")
@@ -576,7 +569,10 @@ def _mask(like: torch.Tensor, padding: torch.Tensor | None, kind: str, window: i
     }
     if kind not in seen:
         raise Unproven(f"its mask is {kind}")
-    return torch.zeros(count, count).masked_fill(~seen[kind], torch.finfo(torch.float32).min)[None, None]
+    visible = seen[kind]
+    if blocks is not None:  # tokens of one block, which has a number from 0 on, see each other
+        visible = visible | ((blocks[0, :, None] == blocks[0, None, :]) & (blocks[0, :, None] >= 0))
+    return torch.zeros(count, count).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
 
 
 def _rule(scores: Callable[[int], Affine], lengths: list[int], heads: tuple[int, ...], most: int) -> Rule:

@@ -1,6 +1,6 @@
 """Attention, masks, experts and rope by length through transformers' own extension points, recorded as operators of their own.
 
-    adaptc::mask(like[1,T,D], padding, kind, window) -> [1,1,T,T]    stands for a mask, which is never computed
+    adaptc::mask(like[1,T,D], padding, kind, window, blocks[1,T]) -> [1,1,T,T]    stands for a mask, which is never computed
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, extras, names, scaling, window, softcap) -> [1,T,H,Dv]
         ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order
     adaptc::constant(values, shape, dtype, device) -> shape    numbers that Python has
@@ -39,8 +39,8 @@ WIDTHS = {"sliding": "sliding_window", "chunked": "attention_chunk_size", "bidir
 """Kind of mask → the configuration key that says how wide it is."""
 
 MASK_INPUTS = ("config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids", "layer_idx",
-               "allow_is_causal_skip", "allow_is_bidirectional_skip")
-"""What may be given to a mask builder: nothing else of it changes which keys a token sees."""
+               "allow_is_causal_skip", "allow_is_bidirectional_skip", "block_sequence_ids")
+"""What may be given to a mask builder: what else it takes may change which keys a token sees."""
 
 IGNORED = ("position_ids", "cache_position", "use_cache", "cache", "past_key_values", "output_attentions",
            "output_hidden_states", "return_dict", "logits_to_keep")
@@ -50,7 +50,8 @@ IGNORED = ("position_ids", "cache_position", "use_cache", "cache", "past_key_val
 @functools.cache
 def operators() -> None:
     """Registers the operators with torch, once in a process: torch can't take them back safely."""
-    torch.library.define("adaptc::mask", "(Tensor like, Tensor? padding, str kind, int window) -> Tensor")
+    torch.library.define("adaptc::mask", "(Tensor like, Tensor? padding, str kind, int window, "
+                         "Tensor? blocks=None) -> Tensor")
     torch.library.define(
         "adaptc::attention",
         "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor[] extras, str[] names, float scaling, int window, "
@@ -71,7 +72,7 @@ def operators() -> None:
     torch.library.register_fake("adaptc::expert_linear", _expert_linear_shape)
 
 
-def _mask_shape(like, padding, kind, window):
+def _mask_shape(like, padding, kind, window, blocks=None):
     """As transformers' written out attention has it: it adds 0 or the least number to scores."""
     return like.new_empty((like.shape[0], 1, like.shape[1], like.shape[1]), dtype=torch.float32)
 
@@ -107,6 +108,8 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
         device = next(module.parameters()).device
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor, device)))
         stack.enter_context(_ListsInIndices())
+        # distributions ask about the values of their parameters, which a trace hasn't
+        stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         for one in module.modules():
             if _by_length(one):
                 stack.enter_context(mock.patch.dict(vars(one), {"forward": _rope(one)}))
@@ -185,7 +188,7 @@ def _mask(original: Callable, kind: str) -> Callable:
             raise CaptureError(f"{original.__name__} of a {config.model_type} model is given a mask that isn't a row of "
                                "tokens to keep, which adaptc has no operator for.")
         return torch.ops.adaptc.mask(given["inputs_embeds"], padding, kind if causal else "bidirectional",
-                                     int(width or 0))
+                                     int(width or 0), given.get("block_sequence_ids"))
 
     return marker
 

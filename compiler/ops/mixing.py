@@ -100,8 +100,10 @@ def _rope_down(b, a, x, cos, sin):
 def _infer_attention(attrs, operands):
     q, k, v, positions, requests, state, *extras = operands
     for name, extra in zip(attrs["extras"], extras):
-        expect(extra.shape == q.shape[1:2] and extra.dtype == "f32",
-               f"attention: {name} are {extra.dtype}{list(extra.shape)}, expected f32, one a query head.")
+        own, what = ((extra.shape[2:], "[T, H, D]") if name == "distances" else ((), "one a query head"))
+        expect(extra.dtype == "f32" and extra.shape == (*(q.shape[:2] if own else q.shape[1:2]), *own)
+               and len(own) == (name == "distances"),
+               f"attention: {name} are {extra.dtype}{list(extra.shape)}, expected f32, {what}.")
     kinds = tuple(o.dtype for o in operands[:5])
     expect(
         kinds == ("f32", "f32", "f32", "i32", "i32"),
@@ -128,9 +130,9 @@ def _infer_attention(attrs, operands):
 
 
 def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
-    """softmax(q·kᵀ·scaling [softcapped] [+ slope · (key's position - query's)]) · v over the rows each token may see,
-    in float64. A head's slope is ALiBi's (https://arxiv.org/abs/2108.12409); its sink is one more score, whose value
-    is 0."""
+    """softmax(q·kᵀ·scaling [softcapped] [+ bias]) · v over the rows each token may see, in float64. The bias of a key
+    d positions before the query is -slope · d, by the head's slope (ALiBi, https://arxiv.org/abs/2108.12409), and the
+    query's own distances[d], where it has so many. A head's sink is one more score, whose value is 0."""
     given = dict(zip(attrs["extras"], extras))
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         state.append(request, position, (k[t], v[t]))
@@ -149,6 +151,10 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
         if "slopes" in given:
             behind = np.arange(lo, position + 1) - position
             scores = scores + given["slopes"].reshape(k.shape[1], groups, 1).astype(np.float64) * behind
+        if "distances" in given:
+            near = given["distances"][t].astype(np.float64)
+            near = np.pad(near, ((0, 0), (0, max(0, position + 1 - lo - near.shape[1]))))[:, position - lo :: -1]
+            scores = scores + near.reshape(scores.shape)
         if "sinks" in given:
             scores = np.concatenate([scores, given["sinks"].reshape(k.shape[1], groups, 1).astype(np.float64)], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -168,7 +174,9 @@ ROWS = [
     OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, attrs={"interleaved": False, "turned": 0},
           factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
-    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?"), _infer_attention, _attention,
-          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}, factors="thd,thd,the,t,t,h,h->the",
+    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?", "distances?"), _infer_attention,
+          _attention,
+          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}, 
+          factors="thd,thd,the,t,t,h,h,thn->the",
           cost=_attention_flops, state=5),
 ]
