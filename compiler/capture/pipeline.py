@@ -80,9 +80,13 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
     return program
 
 
+CONTEXT = ("max_position_embeddings", "max_seq_len")
+"""Keys of configurations that say how many tokens a sequence may have."""
+
+
 def _context(config: Any) -> int:
     """Tokens that the configuration says a sequence may have; 0 when it doesn't. Dynamic rope stretches them."""
-    most = getattr(config, "max_position_embeddings", 0) or 0
+    most = next(filter(None, (getattr(config, name, None) for name in CONTEXT)), 0)
     rope = getattr(config, "rope_parameters", None) or {}
     stretched = "dynamic" in str(rope.get("rope_type"))
     return int(most * rope.get("factor", 1)) if stretched else most
