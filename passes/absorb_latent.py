@@ -21,6 +21,7 @@ from adaptc.ir.elements import Numbers
 from adaptc.ir.functions import retype
 from adaptc.ir.module import STEP, Program, joined
 from adaptc.ir.rewrite import Node, definer, find, nodes, remove_dead, spec
+from adaptc.plan import kind_of
 
 PART = "latent"
 """The one part of a state that keeps rows."""
@@ -55,7 +56,7 @@ class AbsorbLatent:
                 latent = _latent(node)
                 if isinstance(latent, str):
                     notes += [f"attention in module {path} keeps keys and values of all heads: {latent}."
-                              for path in _paths(program, function, node)]
+                              for path in dict.fromkeys(map(kind_of, _paths(program, function, node)))]
                 elif latent is not None and not shared & set(slots[node.op]):
                     found.append((node, latent))
         kept = program.states()
@@ -90,10 +91,10 @@ def _slots(program: Program) -> dict[ir.Operation, list[str]]:
 
 
 def _paths(program: Program, function, node: Node) -> Iterator[str]:
-    """The module at every place where an operator stands."""
+    """The module of each place where an operator stands."""
     name = function.name.value
     for around in [""] if name == STEP else [Node(call.operation).source for call in program.calls(name)]:
-        yield joined(around, node.source) or "<root>"
+        yield joined(around, node.source)
 
 
 # ---- what is recognised
