@@ -301,7 +301,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     source = open_described(path, setup.options.waive)
     spent: dict[str, float] = {}
     with _timed(spent, "capture"):
-        captured = capture(source, brief=True)
+        captured = capture(source)
     with _timed(spent, "fuse"):
         whole = lower_to(captured, "sharded").last.copy()
     kv = source.dtype.name if setup.options.kv == "auto" else setup.options.kv
@@ -317,7 +317,8 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     token, request = cache_bytes(whole, context)
     stored = sum(source.formats[name].published_bytes(shape) for name, shape in source.shapes.items())
     return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements), stored,
-                 kv, context, token, request, _bodies(whole), coverage, rows, spent, source.notes())
+                 kv, context, token, request, _bodies(whole), coverage, rows, spent,
+                 (*source.notes(), *whole.fact("format_notes", ())))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from adaptc.ir.elements import Numbers
 from adaptc.ir.functions import retype
 from adaptc.ir.module import STEP, Program, joined
 from adaptc.ir.rewrite import Node, definer, find, nodes, remove_dead, spec
+from adaptc.plan import kind_of
 
 PART = "latent"
 """The one part of a state that keeps rows."""
@@ -30,7 +31,8 @@ PART = "latent"
 class AbsorbLatent:
     """attention(q, k, v) → latent_attention over one row a token, where the columns of every head's keys are rows of one
     matrix times a latent, or columns that all heads share; and those of its values are rows of a matrix times the same
-    latent. The matrices are applied to queries and results (``head_linear``), as they are stored.
+    latent. The matrices are applied to queries and results (``head_linear``), as they are stored. The fact "restated"
+    names the states that then keep other rows than the captured program says.
 
     Declined, with a sentence in the fact "format_notes" where values are made of a row half as wide as they or narrower:
     shared columns that differ by head or stand between others, keys or values that something else was done to (a norm, a
@@ -54,7 +56,7 @@ class AbsorbLatent:
                 latent = _latent(node)
                 if isinstance(latent, str):
                     notes += [f"attention in module {path} keeps keys and values of all heads: {latent}."
-                              for path in _paths(program, function, node)]
+                              for path in dict.fromkeys(map(kind_of, _paths(program, function, node)))]
                 elif latent is not None and not shared & set(slots[node.op]):
                     found.append((node, latent))
         kept = program.states()
@@ -62,6 +64,8 @@ class AbsorbLatent:
             types = {name: dialect.to_type(replace(kept[name].spec, parts=((PART, 1, latent.width),)))
                      for node, latent in found for name in slots[node.op]}
         retype(program, types)
+        if types:
+            program.set_fact("restated", tuple(sorted({*program.fact("restated", ()), *types})))
         with program.editing():
             for node, latent in found:
                 node.replace(latent.build(node))
@@ -87,10 +91,10 @@ def _slots(program: Program) -> dict[ir.Operation, list[str]]:
 
 
 def _paths(program: Program, function, node: Node) -> Iterator[str]:
-    """The module at every place where an operator stands."""
+    """The module of each place where an operator stands."""
     name = function.name.value
     for around in [""] if name == STEP else [Node(call.operation).source for call in program.calls(name)]:
-        yield joined(around, node.source) or "<root>"
+        yield joined(around, node.source)
 
 
 # ---- what is recognised
@@ -179,7 +183,8 @@ def _latent(node: Node) -> _Latent | str | None:
         return None
     if len(linear.operands) > 2:
         return "a bias is added to what its values are made of"
-    if node.attrs["extras"] or node.attrs["window"] or node.attrs["softcap"]:
+    attrs = node.row.complete(node.attrs)
+    if attrs["extras"] or attrs["window"] or attrs["softcap"]:
         return "with a window, a soft cap, sinks or slopes it isn't done over latent rows"
     if spec(query).shape[1] != heads or spec(key).shape[1] != heads:
         return f"it has {heads} heads of values for {spec(query).shape[1]} of queries"

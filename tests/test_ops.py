@@ -140,9 +140,9 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                   Sample((*HEADS, replace(KV, dtype="bf16", window=2)), {"scaling": 0.3, "window": 2, "softcap": 5.0},
                          ATTENTION),
                   *(Sample((*HEADS, KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras}, ATTENTION)
-                    for extras in (("sinks",), ("slopes",), ("sinks", "slopes")))),
-    "latent_attention": (Sample((f("T", 4, 8), f("T", 8), *HEADS[3:], LATENT), {"scaling": 0.3, "value_width": 6},
-                                {i - 1: draw for i, draw in ATTENTION.items()}),),
+                     for extras in (("sinks",), ("slopes",), ("sinks", "slopes"))),
+                   Sample((*HEADS, KV, f("T", 4, 3)), {"scaling": 0.3, "extras": ("distances",)}, ATTENTION)),
+    "latent_attention": (Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT), {"scaling": 0.3, "value_width": 6}, places(2)),),
     "convolve": tuple(Sample((f("T", 6), f(6, 4), *WHERE, StateSpec.fixed("window", 3, 6), *bias), given=places(2))
                       for bias in ((), (f(6),))),
     "recur": tuple(Sample((f("T", 2, k), f("T", 2, k), f("T", 2, v), f("T", 2, decays), *WHERE,
@@ -152,7 +152,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "running_max": (Sample((f("T", 6), f("T", 6), *WHERE, StateSpec.fixed("max", 1, 6)), given=places(2)),),
 }
 
-LEAVES = {"convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
+LEAVES = {"convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "quantize",
+          "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
           "pow"}
@@ -377,7 +378,7 @@ REFUSED = [
     ("head_linear", (f("T", 3, 8), f(20, 8)), {"step": 6, "rows": 9}, "aren't apart within 20 rows"),
     ("head_linear", (f("T", 3, 8), f(20, 8)), {"start": 5, "step": 6, "rows": 4}, "aren't apart within 20 rows"),
     ("head_linear", (f("T", 3, 8), f(20, 8)), {"step": 6, "rows": 4, "transposed": True}, "8 columns a head, its matrix takes 4"),
-    ("latent_attention", (f("T", 4, 8), f("T", 8), *HEADS[3:], KV), {"scaling": 1.0, "value_width": 6}, "expected one part"),
+    ("latent_attention", (f("T", 4, 8), f("T", 8), *HEADS[3:], KV), {"scaling": 1.0, "value_width": 6}, "rows of one part"),
     ("latent_attention", (f("T", 4, 6), f("T", 8), *HEADS[3:], LATENT), {"scaling": 1.0, "value_width": 6}, "one head of D"),
     ("latent_attention", (f("T", 4, 8), f("T", 8), *HEADS[3:], LATENT), {"scaling": 1.0, "value_width": 9}, "first 9 of 8"),
     ("attention", (*HEADS, f("T")), {"scaling": 1.0}, "operand 5 must be a state"),
@@ -385,11 +386,6 @@ REFUSED = [
     ("attention", (f("T", 3, 8), *HEADS[1:], KV), {"scaling": 1.0}, "don't divide"),
     ("attention", (*HEADS[:3], t("i32", "S"), t("i32", "S"), KV), {"scaling": 1.0}, "expected one a token"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "softcap": "none"}, "'softcap' must be of kind float"),
-    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0}, "got 7 operands"),
-    ("attention", (*HEADS, KV), {"scaling": 1.0, "extras": ("sinks",)}, r"with extras \['sinks'\]"),
-    ("attention", (*HEADS, KV, f(4), f(4)), {"scaling": 1.0, "extras": ("slopes", "sinks")}, "in this order"),
-    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0, "extras": ("slope",)}, "expected some of"),
-    ("attention", (*HEADS, KV, f(3)), {"scaling": 1.0, "extras": ("slopes",)}, r"slopes are f32\[3\]"),
     ("attention", (*HEADS, StateSpec.fixed("state", 2, 8)), {"scaling": 1.0}, "kind 'fixed', expected 'rows'"),
     ("convolve", (f("T", 6), f(6, 1), *WHERE, StateSpec.fixed("window", 0, 6)), {}, r"\[6, W\] with W > 1"),
     ("convolve", (f("T", 6), f(5, 4), *WHERE, StateSpec.fixed("window", 3, 6)), {}, "weight is f32"),
@@ -402,6 +398,12 @@ REFUSED = [
     ("recur", (f("T", 2, 4), f("T", 2, 4), f("T", 2, 3), f("T", 2, 4), *WHERE, StateSpec.fixed("state", 2, 12), f("T", 3)),
      {}, "beta is"),
     ("running_max", (f("T", 6), f("T", 1), *WHERE, StateSpec.fixed("max", 1, 6)), {}, "decay is"),
+    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0}, "got 7 operands"),
+    ("attention", (*HEADS, KV), {"scaling": 1.0, "extras": ("sinks",)}, r"with extras \['sinks'\]"),
+    ("attention", (*HEADS, KV, f(4), f(4)), {"scaling": 1.0, "extras": ("slopes", "sinks")}, "in this order"),
+    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0, "extras": ("slope",)}, "expected some of"),
+    ("attention", (*HEADS, KV, f(3)), {"scaling": 1.0, "extras": ("slopes",)}, r"slopes are f32\[3\]"),
+    ("attention", (*HEADS, KV, f(4, 3)), {"scaling": 1.0, "extras": ("distances",)}, r"distances are f32\[4, 3\]"),
 ]
 
 
@@ -572,6 +574,24 @@ def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window
     np.testing.assert_array_equal(run([1, 2, 7]), whole)
 
 
+def test_a_value_of_fixed_size_is_there_for_the_lengths_that_a_step_may_start_from():
+    """The last two, so that a step can be tried again; before the first token the initial value."""
+    state = oracle_state(StateSpec.fixed("max", 1, 2))
+    rows, decay = np.array([[1, 5], [3, 2], [0, 4]], np.float32), np.full((3, 2), -1, np.float32)
+
+    def step(lo: int, hi: int, request: int = 0) -> list:
+        at = np.arange(lo, hi, dtype=np.int32)
+        (got,) = row("running_max").meaning({}, rows[lo:hi], decay[lo:hi], at, np.full_like(at, request), state)
+        return got.tolist()
+
+    assert step(0, 2) == [[1, 5], [3, 4]] and step(0, 1, request=7) == [[1, 5]]
+    assert step(2, 3) == step(2, 3) == [[2, 4]] and step(0, 1) == [[1, 5]]
+    with pytest.raises(LegalityError, match="request 0 has no value of state .* after 2 tokens"):
+        step(2, 3)
+    with pytest.raises(LegalityError, match="request 7 has no value"):
+        step(2, 3, request=7)
+
+
 def test_a_sink_is_a_score_without_a_value():
     """Torch's softmax over the scores and the sink, whose column is then dropped (transformers' gpt-oss)."""
     rng = np.random.default_rng(0)
@@ -601,6 +621,23 @@ def test_a_slope_is_a_bias_by_distance():
     scores = scores + torch.tensor(slopes)[:, None, None] * torch.arange(5)
     scores = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
     np.testing.assert_allclose(got, (scores.softmax(-1) @ wide(v)).transpose(0, 1), atol=1e-6)
+
+
+def test_distances_are_a_bias_of_each_query():
+    """Inkling's relative position bias (transformers' ``InklingRelativeLogits``), over a window and without."""
+    rng = np.random.default_rng(0)
+    q, k, v, bias = (rng.standard_normal((5, h, d)).astype(np.float32) for h, d in ((2, 8), (2, 8), (2, 8), (2, 3)))
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    dense = torch.tensor(bias).transpose(0, 1).double().gather(-1, distance.clamp(0, 2).expand(2, 5, 5))
+    dense = dense.masked_fill((distance < 0) | (distance >= 3), 0.0)
+    for window in (0, 2):
+        state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", window, 0, 0, 0))
+        attrs = row("attention").complete({"scaling": 0.3, "extras": ("distances",), "window": window})
+        (got,) = row("attention").meaning(attrs, q, k, v, np.arange(5), np.zeros(5, int), state, bias)
+        scores = torch.tensor(q).transpose(0, 1).double() @ torch.tensor(k).permute(1, 2, 0).double() * 0.3 + dense
+        scores = scores.masked_fill((distance < 0) | (distance >= (window or 5)), -torch.inf)
+        want = (scores.softmax(-1) @ torch.tensor(v).transpose(0, 1).double()).transpose(0, 1)
+        np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_top_k_takes_the_lower_index_of_equal_elements():

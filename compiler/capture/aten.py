@@ -650,10 +650,18 @@ class Mask:
     window: int
 
 
-def _mask(w, like, padding, kind, window):
+def _mask(w, like, padding, kind, window, blocks=None):
     if padding is not None and not _ones(padding):
         raise CaptureError("its mask keeps some tokens and not others by a rule that adaptc can't see; expected all.")
+    if blocks is not None:
+        raise CaptureError("its mask lets tokens of one block see each other (a prefix, or an image's tokens), later ones "
+                           "too; adaptc's attention is causal, with or without a sliding window.")
     return Mask(kind, window)
+
+
+def _constant(w, values, shape, dtype, device):
+    number = float if w.dtype.startswith("f") else int
+    return w.b.constant(value=[number(x) for x in values], shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):
@@ -788,6 +796,7 @@ TABLE: dict[str, Rule] = {
     "aten.amax": _reduce("max"),
     "aten.amin": _reduce("min"),
     "aten.var": _var,
+    "aten.std": lambda w, *args, **kwargs: w.b.sqrt(_var(w, *args, **kwargs)),
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.layer_norm": _layer_norm,
@@ -806,4 +815,5 @@ TABLE: dict[str, Rule] = {
     "adaptc.convolve": _convolve,
     "adaptc.recur": _recur,
     "adaptc.running_max": _running_max,
+    "adaptc.constant": _constant,
 }

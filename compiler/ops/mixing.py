@@ -129,8 +129,10 @@ def _rope_down(b, a, x, cos, sin):
 def _infer_attention(attrs, operands):
     q, k, v, positions, requests, state, *extras = operands
     for name, extra in zip(attrs["extras"], extras):
-        expect(extra.shape == q.shape[1:2] and extra.dtype == "f32",
-               f"attention: {name} are {extra.dtype}{list(extra.shape)}, expected f32, one a query head.")
+        own, what = ((extra.shape[2:], "[T, H, D]") if name == "distances" else ((), "one a query head"))
+        expect(extra.dtype == "f32" and extra.shape == (*(q.shape[:2] if own else q.shape[1:2]), *own)
+               and len(own) == (name == "distances"),
+               f"attention: {name} are {extra.dtype}{list(extra.shape)}, expected f32, {what}.")
     kinds = tuple(o.dtype for o in operands[:5])
     expect(
         kinds == ("f32", "f32", "f32", "i32", "i32"),
@@ -157,9 +159,9 @@ def _infer_attention(attrs, operands):
 
 
 def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
-    """softmax(q·kᵀ·scaling [softcapped] [+ slope · (key's position - query's)]) · v over the rows each token may see,
-    in float64. A head's slope is ALiBi's (https://arxiv.org/abs/2108.12409); its sink is one more score, whose value
-    is 0."""
+    """softmax(q·kᵀ·scaling [softcapped] [+ bias]) · v over the rows each token may see, in float64. The bias of a key
+    d positions before the query is -slope · d, by the head's slope (ALiBi, https://arxiv.org/abs/2108.12409), and the
+    query's own distances[d], where it has so many. A head's sink is one more score, whose value is 0."""
     given = dict(zip(attrs["extras"], extras))
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         state.append(request, position, (k[t], v[t]))
@@ -178,6 +180,10 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
         if "slopes" in given:
             behind = np.arange(lo, position + 1) - position
             scores = scores + given["slopes"].reshape(k.shape[1], groups, 1).astype(np.float64) * behind
+        if "distances" in given:
+            near = given["distances"][t].astype(np.float64)
+            near = np.pad(near, ((0, 0), (0, max(0, position + 1 - lo - near.shape[1]))))[:, position - lo :: -1]
+            scores = scores + near.reshape(scores.shape)
         if "sinks" in given:
             scores = np.concatenate([scores, given["sinks"].reshape(k.shape[1], groups, 1).astype(np.float64)], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -198,9 +204,9 @@ def _infer_latent(attrs, operands):
     kinds = tuple(o.dtype for o in operands[:4])
     expect(kinds == ("f32", "f32", "i32", "i32"), f"latent_attention: operands are {', '.join(kinds)}; expected query "
                                                   "and row in f32, positions and requests in i32.")
-    expect(len(state.parts) == 1 and not state.window,
-           f"latent_attention: the state keeps {state.parts} in a window of {state.window}; expected one part, and no "
-           "window.")
+    expect(state.kind == "rows" and len(state.parts) == 1 and not state.window,
+           f"latent_attention: the state keeps {state.kind} of {state.parts} in a window of {state.window}; expected rows "
+           "of one part, and no window.")
     (_, heads, width), = state.parts
     expect(
         len(query.shape) == 3 and row.shape == (query.shape[0], width) and query.shape[2] == width and heads == 1,
@@ -245,8 +251,10 @@ ROWS = [
     OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, attrs={"interleaved": False, "turned": 0},
           factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
-    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?"), _infer_attention, _attention,
-          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}, factors="thd,thd,the,t,t,h,h->the",
+    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?", "distances?"), _infer_attention,
+          _attention,
+          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}, 
+          factors="thd,thd,the,t,t,h,h,thn->the",
           cost=_attention_flops, state=5),
     OpRow("latent_attention", ("query", "row", "positions", "requests", "state"), _infer_latent, _latent,
           attrs={"scaling": REQUIRED, "value_width": REQUIRED}, factors="thd,td,t,t->the", cost=_latent_flops, state=4),

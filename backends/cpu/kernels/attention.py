@@ -21,7 +21,7 @@ from adaptc.backends.cpu.kernels import vmath
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
 from adaptc.backends.cpu.kernels.division import TILE_ROWS, Count, Division, Unit, first_key, tile_tokens
 from adaptc.backends.cpu.kernels.elementwise import STORED, narrow
-from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Copied, Rows, Running, Slant, Stored, Visit
+from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Bias, Copied, Rows, Running, Stored, Visit
 from adaptc.backends.cpu.kernels.pages import COLUMNS, Block, Pages, common_lanes, load_index, page_elements, part_widths, room
 from adaptc.backends.cpu.levels import Level
 from adaptc.options import KEPT
@@ -100,6 +100,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     query, positions, requests, pool, table, *more = (e.buffer(i) for i in range(len(attend_signature(params))))
     sinks = more.pop(0) if params["sinks"] else None
     slopes = more.pop(0) if params["slopes"] else None
+    distances = more.pop(0) if params["distances"] else None
     slots = more.pop(0) if params["slots"] else None
     out = more.pop()
     rows, visit, copied = Rows(e, params), Visit(e, params), Copied(e, params)
@@ -117,9 +118,11 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     def position_of(unit: Unit, row: Value) -> Value:
         return e.add(unit.position, e.div(row, group))
 
-    def slant(unit: Unit, row: Value, base: Value) -> Slant:
-        head = e.rem(offset_of(unit, row), heads)
-        return Slant(e.load(e.at(slopes, head, "f32"), "f32"), e.sub(position_of(unit, row), base))
+    def bias(unit: Unit, row: Value, base: Value) -> Bias:
+        offset = offset_of(unit, row)
+        slope = e.load(e.at(slopes, e.rem(offset, heads), "f32"), "f32") if slopes else None
+        own = e.at(distances, e.mul(offset, params["distances"]), "f32") if distances else None
+        return Bias(e.sub(position_of(unit, row), base), slope, own)
 
     def each_row(unit: Unit, body: Callable[[Value], None]) -> None:
         with e.loop(0, division.rows(unit)) as row:
@@ -139,8 +142,8 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         def run(first: Value, number: int) -> None:
             chosen = [e.add(first, i) for i in range(number)]
             queries = [e.at(query, e.mul(offset_of(unit, row), width), "f32") for row in chosen]
-            slants = [slant(unit, row, base) for row in chosen] if slopes else None
-            visit(data, [rows.piece(place, row) for row in chosen], queries, low, high, slants)
+            biases = [bias(unit, row, base) for row in chosen] if slopes or distances else None
+            visit(data, [rows.piece(place, row) for row in chosen], queries, low, high, biases)
 
         with e.when(e.compare("slt", low, high)):
             first = e.mul(token, group)
@@ -288,6 +291,7 @@ def _shared(params: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 def attend_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     query, out = (f"f32[T,{params['heads']},{params[name]}]" for name in ("width", "value_width"))
     extras, slots = _shared(params)
+    extras += [f"in:f32[T,{params['heads']},{params['distances']}]"] if params["distances"] else []
     return (f"in:{query}", "in:i32[T]", "in:i32[T]", *_state(params), *extras, *slots, f"out:{out}")
 
 
@@ -315,9 +319,10 @@ def slots_for(state: StateSpec, heads: int) -> int:
 
 
 def _selection(state: StateSpec, heads: int, width: int, value_width: int, attrs: Mapping[str, Any], rows: Sequence[int],
-               extras: Mapping[str, str]) -> Selection | None:
+               extras: Mapping[str, str] = {}, distances: int = 0) -> Selection | None:
     """Every row is written before any is read, and every piece before any is merged: a kernel each. None for widths
-    that don't fill vectors. ``rows``: the operands that are kept; positions, requests and the state come after them."""
+    that don't fill vectors. ``rows``: the operands that are kept; positions, requests and the state come after them.
+    ``extras``: what else there is, by name; ``distances``: columns of that."""
     sizes, kv_heads, latent = (width, value_width, state.key_block), state.parts[0][1], len(state.parts) == 1
     if any(size % COLUMNS for size in sizes) or (state.dtype, state.scale) not in KEPT.values():
         return None
@@ -331,8 +336,8 @@ def _selection(state: StateSpec, heads: int, width: int, value_width: int, attrs
         "window": int(attrs.get("window", 0)),
     }  # fmt: skip
     attend = paging | division | {
-        "key_block": state.key_block, "scaling": float(attrs["scaling"]), "slopes": "slopes" in extras,
-        "softcap": float(attrs.get("softcap", 0.0)),
+        "distances": distances, "key_block": state.key_block, "scaling": float(attrs["scaling"]),
+        "slopes": "slopes" in extras, "softcap": float(attrs.get("softcap", 0.0)),
     }  # fmt: skip
     merge = division | {"width": width, "key_block": state.key_block}  # which decide the vectors
     after = rows[-1] + 1
@@ -357,12 +362,13 @@ def _sets(heads: int) -> int:
 def select(spec: OpSpec) -> Selection | None:
     query, key, value, _, _, state, *_ = spec.operands
     extras = {name: f"operand:{6 + i}" for i, name in enumerate(spec.attrs.get("extras", ()))}
-    return _selection(state, query.shape[1], key.shape[2], value.shape[2], spec.attrs, (1, 2), extras)
+    distances = spec.operands[6 + [*extras].index("distances")].shape[2] if "distances" in extras else 0
+    return _selection(state, query.shape[1], key.shape[2], value.shape[2], spec.attrs, (1, 2), extras, distances)
 
 
 def select_latent(spec: OpSpec) -> Selection | None:
     _, heads, width = spec.operands[0].shape
-    return _selection(spec.operands[4], heads, width, spec.attrs["value_width"], spec.attrs, (1,), {})
+    return _selection(spec.operands[4], heads, width, spec.attrs["value_width"], spec.attrs, (1,))
 
 
 SELECT = {"attention": select, "latent_attention": select_latent}

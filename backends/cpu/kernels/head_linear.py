@@ -8,7 +8,7 @@ same order whatever is beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, chosen_of
@@ -94,31 +94,30 @@ def _emit_transposed(params: Mapping[str, Any], symbol: str, level: Level) -> st
 def _sums(e: Emitter, matrix: Packed, column: Value, quad: int, inputs: Sequence[Value]) -> list[list[Value]]:
     """For each row of x, vectors whose lanes add up to its products with four columns from ``column`` on, which are
     quad ``quad`` of their span."""
-    integer, rows = not matrix.format.is_float, matrix.n
-    minimum = bool(matrix.format.minimum)
-    width = QUAD + minimum
-    with e.loop(0, matrix.units(e), init=[e.const(0.0, e.floats)] * (width * len(inputs))) as unit:
-        codes, scales = matrix.unit(e, unit.index)
+    rows = matrix.n
+    with e.loop(0, matrix.units(e), init=[e.const(0.0, e.floats)] * (QUAD * len(inputs))) as unit:
         first = e.mul(unit.index, e.lanes)
         inside = e.mask(e.sub(rows, first)) if rows % e.lanes else None
         factors = [e.load(e.at(x, first, "f32"), e.floats, mask=inside) for x in inputs]
-        carried = [list(unit.args[i * width : (i + 1) * width]) for i in range(len(inputs))]
-        if integer:
-            codes, groups = span_at(e, matrix, codes, scales, e.shr(column, SPAN.bit_length() - 1))
-            group = groups[quad * len(groups) // (SPAN // QUAD)]
-            numbers = list(columns(e, matrix.format, codes, [quad]))
-            for sums, factor in zip(carried, factors):
-                if minimum:
-                    sums[QUAD] = e.fma(factor, group.minimum, sums[QUAD])
-            factors = [e.mul(factor, group.scale) for factor in factors]
-        else:
-            numbers = list(float_columns(e, matrix, codes, column, QUAD))
-        for place, (_, number) in enumerate(numbers):
-            for sums, factor in zip(carried, factors):
-                sums[place] = e.fma(number, factor, sums[place])
-        unit.end(*(value for sums in carried for value in sums))
-    found = [list(unit.results[i * width : (i + 1) * width]) for i in range(len(inputs))]
-    return [[e.add(part, sums[QUAD]) for part in sums[:QUAD]] if minimum else sums for sums in found]
+        sums = list(unit.args)
+        for c, number in enumerate(_numbers(e, matrix, unit.index, column, quad)):
+            for i, factor in enumerate(factors):
+                sums[i * QUAD + c] = e.fma(number, factor, sums[i * QUAD + c])
+        unit.end(*sums)
+    return [list(unit.results[i * QUAD : (i + 1) * QUAD]) for i in range(len(inputs))]
+
+
+def _numbers(e: Emitter, matrix: Packed, unit: Value, column: Value, quad: int) -> Iterator[Value]:
+    """Values of a unit of rows in each of the four columns."""
+    codes, scales = matrix.unit(e, unit)
+    if matrix.format.is_float:
+        for _, number in float_columns(e, matrix, codes, column, QUAD):
+            yield number
+        return
+    codes, groups = span_at(e, matrix, codes, scales, e.shr(column, SPAN.bit_length() - 1))
+    group = groups[quad * len(groups) // (SPAN // QUAD)]
+    for _, number in columns(e, matrix.format, codes, [quad]):
+        yield e.mul(number, group.scale) if group.minimum is None else e.fma(number, group.scale, group.minimum)
 
 
 def _signature(params: Mapping[str, Any]) -> tuple[str, ...]:
