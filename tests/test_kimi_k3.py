@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import adaptc
 from adaptc import artifact_format, driver
-from adaptc.capture import build, capture
+from adaptc.capture import build, capture, hooks, parts
 from adaptc.errors import AdaptcError, UnusedError
 from adaptc.ir.module import Program
 from adaptc.sources import open_described, open_source
@@ -98,6 +98,26 @@ def source_values(source, binding) -> np.ndarray:
     from adaptc import blocks
 
     return blocks.dequantize(*source.load(binding))
+
+
+def test_parts_that_do_otherwise_are_traced(monkeypatch):
+    """Layers differ in how many blocks they read; their parts repeat, unless they compute something else."""
+    from adaptc.models.kimi_k3 import KimiK3MLP
+
+    module = build.build(described(tiny_k3.config()).config)
+    repeats = {"1.self_attn": "0.self_attn", "2.self_attn": "0.self_attn", "2.mlp": "1.mlp", "3.mlp": "1.mlp",
+               "4.self_attn": "3.self_attn", "4.mlp": "1.mlp"}
+    for number, layer in enumerate(module.model.layers):
+        for part in layer.modules():
+            part.layer_idx = number
+    original = KimiK3MLP.forward
+    for odd in (None, 3):
+        monkeypatch.setattr(KimiK3MLP, "forward", lambda self, x: original(self, x) * (2 if self.layer_idx == odd else 1))
+        found = parts.alike(module)
+        with hooks.installed(module):
+            proved = parts.proved(module, found, (13,))
+        expected = {k: v for k, v in repeats.items() if k != f"{odd}.mlp"}
+        assert {k.removeprefix("model.layers."): v.removeprefix("model.layers.") for k, v in proved.items()} == expected
 
 
 def test_parameters_as_published():
