@@ -346,6 +346,13 @@ def _stack(w, tensors, dim=0):
     return w.b.concat(*(w.b.reshape(w.value(x), shape=shape) for x in tensors), axis=axis)
 
 
+def _flip(w, x, dims):
+    for dim in dims:
+        size = _static(w, x, dim)
+        x = _picked(w, x, dim, w.b.constant(value=list(reversed(range(size))), shape=(size,), dtype="i32"))
+    return x
+
+
 def _copy(w, x, y, *_):
     """y in the shape of x, whose elements it replaces."""
     return _broadcast(w, w.value(y), w.shape)
@@ -549,6 +556,12 @@ def _reduced(w, x, kind, dims, keepdim):
     return w.b.reduce(x, kind=kind, axes=tuple(sorted(d % rank for d in dims)), keepdims=bool(keepdim))
 
 
+def _vector_norm(w, x, order=2, dims=None, keepdim=False, *_, **__):
+    if order != 2:
+        raise CaptureError(f"it takes the norm of order {order}; expected 2.")
+    return w.b.sqrt(_reduced(w, _square(w, x), "sum", dims, keepdim))
+
+
 def _var(w, x, dims=None, unbiased=True, keepdim=False, *, correction=None):
     x = w.value(x)
     rank = w.b.rank(x)
@@ -606,10 +619,25 @@ def _linear(w, x, weight, bias=None):
     return product if bias is None else w.b.add(product, bias)
 
 
+def _swapped(w, x):
+    rank = w.b.rank(x)
+    return w.b.transpose(x, perm=(*range(rank - 2), rank - 1, rank - 2))
+
+
+def _times(w, x, y):
+    """x[..., K], y[N, K] → [..., N]."""
+    flat = w.flat(x) if _is_weight(y) else None
+    if flat is None:
+        return w.b.dot_general(x, w.value(y), contract_x=(w.b.rank(x) - 1,), contract_y=(1,))
+    return w.b.reshape(w.b.linear(flat, y), shape=(*w.b.shape(x)[:-1], w.b.shape(y)[0]))
+
+
 def _matmul(w, x, y):
     xs, ys = w.b.shape(x), w.b.shape(y)
     if len(ys) == 2 and _is_weight(y) and w.flat(x) is not None:
         return _linear(w, x, w.b.transpose(y, perm=(1, 0)))
+    if len(xs) == 2 < len(ys):
+        return _swapped(w, _times(w, _swapped(w, y), x))
     if min(len(xs), len(ys)) < 2:
         raise CaptureError(f"it multiplies {xs} by {ys}; expected matrices.")
     if xs[-1] == 1:
@@ -715,6 +743,13 @@ def _running_max(w, x, decay):
     return _reshape(w, w.b.running_max(_of_tokens(w, x), _of_tokens(w, decay), w.positions, w.requests, state))
 
 
+FLATTENED = frozenset(f"aten.{name}" for name in (
+    "neg abs exp log sqrt rsqrt reciprocal tanh erf sigmoid silu gelu relu square log1p softplus clamp clamp_min add sub mul "
+    "div rsub pow maximum minimum eq ne lt le gt ge where masked_fill contiguous clone detach alias to _to_copy type_as "
+    "float dropout view reshape _unsafe_view unsqueeze flatten mean sum amax amin var rms_norm layer_norm linear").split())
+"""Operators that may have an operand [c·T, ...], rows of tokens and, say, heads as one dimension: it is held as
+[T, c, ...], in which nothing but shapes and dimensions counted from the last one mean the same."""
+
 SKIPPED = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
            "aten.sym_constrain_range_for_size", "aten._assert_async")
 """Operators without results: checks on what the trace assumed."""
@@ -775,6 +810,7 @@ TABLE: dict[str, Rule] = {
     "aten.split_with_sizes": _split,
     "aten.chunk": _chunk,
     "aten.unbind": _unbind,
+    "aten.flip": _flip,
     "getitem": lambda w, values, index: operator.getitem(values, index),
     "aten.cat": _cat,
     "aten.stack": _stack,
@@ -787,6 +823,7 @@ TABLE: dict[str, Rule] = {
     "aten.sum": _reduce("sum"),
     "aten.amax": _reduce("max"),
     "aten.amin": _reduce("min"),
+    "aten.linalg_vector_norm": _vector_norm,
     "aten.var": _var,
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,

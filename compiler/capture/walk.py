@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping
@@ -11,7 +12,7 @@ import torch
 from torch_mlir import ir
 from torch_mlir.dialects import func
 
-from adaptc.capture.aten import SKIPPED, Mask
+from adaptc.capture.aten import FLATTENED, SKIPPED, Mask
 from adaptc.capture.order import ordered
 from adaptc.capture.places import PREFIX, Place, place_of
 from adaptc.capture.rules import package_of, rules
@@ -33,6 +34,12 @@ IRRELEVANT = ("device", "layout", "pin_memory", "memory_format", "non_blocking",
 """Keyword arguments of ATen operators that say where a tensor lies, or repeat what its type says."""
 
 SAMPLED = "S"
+
+_FLATTENED = re.compile(rf"(\d+)\*{TOKENS}")
+"""A dimension of that many rows for each token."""
+
+_DIMENSIONS = ("aten.unsqueeze", "aten.mean", "aten.sum", "aten.amax", "aten.amin", "aten.var")
+"""Of the operators that may have one, those that are given numbers of dimensions."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,7 @@ class _Walk:
         graph = self.exported.graph
         placeholders = self._placeholders()
         self.symbol = _token_symbol(placeholders)
-        logits = next(n for n in graph.nodes if n.op == "output").args[0][0]
+        logits = _logits(self.exported)
         vocabulary = self._dims(logits.meta["val"].shape)[-1]
         kinds = [dialect.to_type(TensorSpec("i32", (d,))) for d in (TOKENS, TOKENS, TOKENS, SAMPLED)]
         result = dialect.to_type(TensorSpec("f32", (SAMPLED, vocabulary)))
@@ -234,6 +241,7 @@ class _Walk:
                     # a complex tensor is walked as two real ones: see aten.Complex
                     real = torch.float32 if value.is_complex() else value.dtype
                     self.shape, self.dtype = self._dims(value.shape), self._kind(real)
+                    self._check_flattened(node)
                 self.values[node] = self._apply(rules()[name], node)
             except (LegalityError, CaptureError) as error:
                 raise CaptureError(f"{node.target} in {self.place}: {error.message}", hint=error.hint) from error
@@ -273,12 +281,25 @@ class _Walk:
         return str(expression).replace(str(self.symbol), TOKENS)
 
     def _dims(self, shape) -> tuple[int | str, ...]:
-        dims = tuple(self.number(d) for d in shape)
+        """A traced shape; a dimension of c·T rows as the two that it is made of (see ``aten.FLATTENED``)."""
+        dims = [self.number(d) for d in shape]
+        if dims and (rows := _FLATTENED.fullmatch(str(dims[0]))):
+            dims[:1] = [TOKENS, int(rows[1])]
         for dim in dims:
             if isinstance(dim, str) and dim != TOKENS:
                 raise CaptureError(f"a dimension is {dim}; the only one that may vary is {TOKENS} itself, the step's "
                                    "tokens.")
-        return dims
+        return tuple(dims)
+
+    def _check_flattened(self, node: torch.fx.Node) -> None:
+        """CaptureError where a dimension of c·T rows meets an operator that would take its two parts for dimensions."""
+        tensors = [n.meta["val"] for n in (node, *node.all_input_nodes) if isinstance(n.meta.get("val"), torch.Tensor)]
+        flat = next((t for t in tensors if t.ndim and _FLATTENED.fullmatch(str(self.number(t.shape[0])))), None)
+        numbers = [d for a in node.args[1:] for d in (a if isinstance(a, list) else [a])]
+        counted = key(node) in _DIMENSIONS and any(type(d) is int and d >= 0 for d in numbers)
+        if flat is not None and (key(node) not in FLATTENED or counted):
+            raise CaptureError(f"a dimension is {self.number(flat.shape[0])}; the only one that may vary is {TOKENS} itself, "
+                               "the step's tokens.")
 
     def _kind(self, dtype: torch.dtype) -> str:
         if dtype not in DTYPES:
@@ -324,6 +345,16 @@ class _Walk:
         self.owned[owner] += 1
         self.program.declare(StateSlot(name, spec, self.place.module))
         return self._get(name, spec)
+
+
+def _logits(exported: torch.export.ExportedProgram) -> torch.fx.Node:
+    """What the forward returns, made the graph's only output: what code writes into tensors of its own isn't kept."""
+    kinds = torch.export.graph_signature.OutputKind
+    output = next(n for n in exported.graph.nodes if n.op == "output")
+    ((found, _),) = [pair for pair in zip(output.args[0], exported.graph_signature.output_specs)
+                     if pair[1].kind is kinds.USER_OUTPUT]
+    output.args = ((found,),)
+    return found
 
 
 def _token_symbol(placeholders) -> Any:
