@@ -137,6 +137,15 @@ def test_formula(make):
     np.testing.assert_allclose(got, case.wanted(), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("decay", [1e-3, 0.05, 1.0, 5.0])
+def test_a_long_past_at_decays_that_gates_give(decay):
+    """From a thousand tokens' memory to none: errors don't add up, whatever is forgotten."""
+    case = recur(2, 16, 16, lengths=(300,))
+    case.data[0]["decay"] *= np.float32(decay)
+    got, wanted = case.whole([300]), case.wanted()
+    assert np.abs(got - wanted).max() < 2e-6 * np.abs(wanted).max() + 1e-6
+
+
 @each
 def test_any_chunks_and_threads_give_the_same_bits(make):
     whole = make().whole([TOKENS])

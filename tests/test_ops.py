@@ -554,6 +554,24 @@ def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window
     np.testing.assert_array_equal(run([1, 2, 7]), whole)
 
 
+def test_a_value_of_fixed_size_is_there_for_the_lengths_that_a_step_may_start_from():
+    """The last two, so that a step can be tried again; before the first token the initial value."""
+    state = oracle_state(StateSpec.fixed("max", 1, 2))
+    rows, decay = np.array([[1, 5], [3, 2], [0, 4]], np.float32), np.full((3, 2), -1, np.float32)
+
+    def step(lo: int, hi: int, request: int = 0) -> list:
+        at = np.arange(lo, hi, dtype=np.int32)
+        (got,) = row("running_max").meaning({}, rows[lo:hi], decay[lo:hi], at, np.full_like(at, request), state)
+        return got.tolist()
+
+    assert step(0, 2) == [[1, 5], [3, 4]] and step(0, 1, request=7) == [[1, 5]]
+    assert step(2, 3) == step(2, 3) == [[2, 4]] and step(0, 1) == [[1, 5]]
+    with pytest.raises(LegalityError, match="request 0 has no value of state .* after 2 tokens"):
+        step(2, 3)
+    with pytest.raises(LegalityError, match="request 7 has no value"):
+        step(2, 3, request=7)
+
+
 def test_a_sink_is_a_score_without_a_value():
     """Torch's softmax over the scores and the sink, whose column is then dropped (transformers' gpt-oss)."""
     rng = np.random.default_rng(0)

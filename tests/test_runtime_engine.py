@@ -9,105 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_fake import VOCABULARY, FakeExecutable, embedding, greedy, plain, plan
+from runtime_fake import (VOCABULARY, consistent, drain, empty, engine, go_on_through_interrupts, greedy, owner_of, plain,
+                          plan, score)
 
 from adaptc.errors import AdaptcError, OptionError, RequestError
 from adaptc.runtime.engine import Engine, Event, group_pages
-from adaptc.runtime.pages import BlockTable, PagePool, SlotTable, pages_needed
+from adaptc.runtime.pages import BlockTable, PagePool, pages_needed
 from adaptc.runtime.sampler import Sampling
-
-WEIGHTS = {"embedding": embedding().tobytes()}
-
-
-def engine(plan_=None, pages=None, **options) -> Engine:
-    plan_ = plan_ or plan()
-    pages = pages or {g.name: 2 * group_pages(plan_, g, plan_.max_context) for g in plan_.groups}
-    return Engine(plan_, FakeExecutable(plan_, WEIGHTS, pages), pages, **options)
-
-
-def drain(eng: Engine) -> dict[int, list[int]]:
-    tokens: dict[int, list[int]] = {}
-    while eng.active:
-        for event in eng.step():
-            if event.token is not None:
-                tokens.setdefault(event.request, []).append(event.token)
-    return tokens
-
-
-def score(eng: Engine, tokens, start=0, chunk=None) -> np.ndarray:
-    logits = np.full((len(tokens) - start, VOCABULARY), np.nan, np.float32)
-    eng.score(tokens, logits, start=start, chunk=chunk)
-    drain(eng)
-    return logits
-
-
-def consistent(eng: Engine) -> None:
-    """Every page has holders or is free, tables hold what lengths and windows say, promises are kept."""
-    for i, group in enumerate(eng.plan.groups):
-        pool, held = eng.pools[group.name], []
-        for request in eng._running.values():
-            table, size = request.tables[i].entries, eng.plan.page_size
-            if group.kind == "fixed":  # a slot has the value after each length, and none is written between steps
-                assert (table[0] >= 0) == (request.length > 0) and table[1] == -1
-                held += table[table >= 0].tolist()
-                continue
-            first = max(0, request.length - group.window + 1) // size if group.window else 0
-            last = -(-request.length // size)
-            assert (table[first:last] >= 0).all() and (table[:first] == -1).all() and (table[last:] == -1).all()
-            held += table[first:last].tolist()
-            assert last - first <= request.budget[i] + request.family.shared[i]
-        assert sorted([*set(held), *pool.free_pages]) == list(range(pool.pages))
-        assert pool._references == [held.count(page) for page in range(pool.pages)]
-        families = {id(r.family): r.family for r in eng._running.values()}.values()
-        promised = sum(r.budget[i] for r in eng._running.values()) + sum(f.shared[i] for f in families)
-        assert pool.reserved == promised <= pool.pages and len(set(held)) <= promised
-
-
-def empty(eng: Engine) -> None:
-    consistent(eng)
-    assert not eng.active
-    assert all(len(p.free_pages) == p.pages and p.reserved == 0 for p in eng.pools.values())
-
-
-def owner_of(place: str) -> tuple[type, str]:
-    """The class and the method that ``place`` names, "SlotTable.slide" or, of the first that has it, "slide"."""
-    owner, _, method = place.rpartition(".")
-    return next((c, method) for c in (PagePool, BlockTable, SlotTable, Engine)
-                if method in vars(c) and owner in ("", c.__name__))  # fmt: skip
-
-
-def go_on_through_interrupts(monkeypatch, place: str, after: bool, rng, chance: float, eng: Engine, ids: list[int],
-                             expected: list[list[int]]) -> None:
-    """Runs the requests ``ids`` to their ends with Ctrl-C just before or ``after`` calls of the method ``place``, by
-    chance, one a step at most and twelve in all: they give what is expected, and nothing is lost in between."""
-    owner, method = owner_of(place)
-    real, left, armed = getattr(owner, method), 12, False
-
-    def interrupted(self, *args):
-        nonlocal left, armed
-        now = armed and left > 0 and rng.random() < chance
-        left, armed = left - now, armed and not now
-        if now and not after:
-            raise KeyboardInterrupt
-        result = real(self, *args)
-        if now:
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(owner, method, interrupted)
-    tokens, interrupts = {i: [] for i in ids}, 0
-    while eng.active:
-        armed = True
-        try:
-            for event in eng.step():
-                tokens[event.request].append(event.token)
-        except KeyboardInterrupt:
-            interrupts += 1
-        consistent(eng)
-        eng.poison_free_pages()
-    assert [tokens[i] for i in ids] == expected and interrupts
-    empty(eng)
-
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 
