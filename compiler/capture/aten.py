@@ -126,14 +126,45 @@ def _not(w, x):
     return w.b.compare(w.value(x, "i1"), w.value(0, "i1"), predicate="eq")
 
 
-def _bitwise_not(w, x):
-    if w.dtype != "i1":
-        raise CaptureError(f"it complements the bits of {w.dtype}; adaptc captures the negation of conditions.")
-    return _not(w, x)
+def _of_conditions(rule: Rule) -> Rule:
+    """The rule of an operator on bits, which adaptc has for conditions alone."""
+
+    def checked(w, *args):
+        if w.dtype != "i1":
+            raise CaptureError(f"it works on the bits of {w.dtype}; adaptc captures what it does to conditions.")
+        return rule(w, *args)
+
+    return checked
+
+
+def _and(w, x, y):
+    return w.b.select(w.value(x, "i1"), w.value(y, "i1"), w.value(0, "i1"))
+
+
+def _or(w, x, y):
+    return w.b.select(w.value(x, "i1"), w.value(1, "i1"), w.value(y, "i1"))
 
 
 def _log1p(w, x):
     return w.b.log(w.b.add(w.value(x), w.value(1)))
+
+
+WHOLE_FROM = float(1 << 23)
+"""From here on every float32 is a whole number."""
+
+
+def _floor(w, x):
+    """What a cast cuts off is put back where that was upwards."""
+    x = w.value(x)
+    cut = w.b.cast(w.b.cast(x, dtype="i32"), dtype=w.b.dtype(x))
+    lower = w.b.sub(cut, w.b.cast(w.b.compare(x, cut, predicate="lt"), dtype=w.b.dtype(x)))
+    return w.b.select(w.b.compare(w.b.abs(x), w.value(WHOLE_FROM), predicate="lt"), lower, x)
+
+
+def _expm1(w, x):
+    """eˣ - 1 = tanh(x/2) · (eˣ + 1), exact also where eˣ is nearly 1."""
+    x = w.value(x)
+    return w.b.mul(w.b.tanh(w.b.mul(x, w.value(0.5))), w.b.add(w.b.exp(x), w.value(1)))
 
 
 # ---- views and moves
@@ -543,6 +574,21 @@ def _var(w, x, dims=None, unbiased=True, keepdim=False, *, correction=None):
     return mean if fewer == 0 else w.b.mul(mean, w.b.scalar(count / (count - fewer)))
 
 
+def _vector_norm(w, x, order=2, dims=None, keepdim=False, *_):
+    """(Σ |x|^order)^(1/order)"""
+    size = w.b.abs(w.value(x))
+    if order in (math.inf, -math.inf):
+        return _reduced(w, size, "max" if order > 0 else "min", dims, keepdim)
+    if order == 0:
+        raise CaptureError("it counts the elements that aren't 0; adaptc captures norms of orders above 0.")
+    if order == 1:
+        return _reduced(w, size, "sum", dims, keepdim)
+    if order == 2:
+        return w.b.sqrt(_reduced(w, w.b.mul(size, size), "sum", dims, keepdim))
+    powers = w.b.pow(size, w.value(float(order)))
+    return w.b.pow(_reduced(w, powers, "sum", dims, keepdim), w.value(1 / order))
+
+
 def _rms_norm(w, x, normalized, weight=None, eps=None):
     if len(normalized) != 1:
         raise CaptureError(f"it normalises {len(normalized)} dimensions; expected one.")
@@ -678,6 +724,8 @@ TABLE: dict[str, Rule] = {
     "aten.relu": lambda w, x: w.b.max(w.value(x), w.value(0)),
     "aten.square": _square,
     "aten.log1p": _log1p,
+    "aten.expm1": _expm1,
+    "aten.floor": _floor,
     "aten.clamp": _clamp,
     "aten.clamp_min": lambda w, x, low: _clamp(w, x, low),
     "aten.add": _binary("add", 0),
@@ -691,7 +739,11 @@ TABLE: dict[str, Rule] = {
     "aten.minimum": _binary("min"),
     **{f"aten.{name}": _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     "aten.logical_not": _not,
-    "aten.bitwise_not": _bitwise_not,
+    "aten.logical_and": _and,
+    "aten.logical_or": _or,
+    "aten.bitwise_not": _of_conditions(_not),
+    "aten.bitwise_and": _of_conditions(_and),
+    "aten.bitwise_or": _of_conditions(_or),
     "aten.where": _where,
     "aten.masked_fill": lambda w, x, mask, value: _where(w, mask, value, x),
     **{f"aten.{name}": _parts(_same) for name in ("contiguous", "clone", "detach", "detach_", "alias", "lift_fresh_copy")},
@@ -738,6 +790,7 @@ TABLE: dict[str, Rule] = {
     "aten.amax": _reduce("max"),
     "aten.amin": _reduce("min"),
     "aten.var": _var,
+    "aten.linalg_vector_norm": _vector_norm,
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.layer_norm": _layer_norm,
