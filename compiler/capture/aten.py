@@ -126,10 +126,23 @@ def _not(w, x):
     return w.b.compare(w.value(x, "i1"), w.value(0, "i1"), predicate="eq")
 
 
-def _bitwise_not(w, x):
-    if w.dtype != "i1":
-        raise CaptureError(f"it complements the bits of {w.dtype}; adaptc captures the negation of conditions.")
-    return _not(w, x)
+def _of_conditions(rule: Rule) -> Rule:
+    """The rule of an operator on bits, which adaptc has for conditions alone."""
+
+    def checked(w, *args):
+        if w.dtype != "i1":
+            raise CaptureError(f"it works on the bits of {w.dtype}; adaptc captures what it does to conditions.")
+        return rule(w, *args)
+
+    return checked
+
+
+def _and(w, x, y):
+    return w.b.select(w.value(x, "i1"), w.value(y, "i1"), w.value(0, "i1"))
+
+
+def _or(w, x, y):
+    return w.b.select(w.value(x, "i1"), w.value(1, "i1"), w.value(y, "i1"))
 
 
 def _log1p(w, x):
@@ -138,8 +151,8 @@ def _log1p(w, x):
     u = w.b.add(x, one)
     lost = w.b.compare(u, one, predicate="eq")
     exact = w.b.mul(w.b.log(u), w.b.div(x, w.b.select(lost, one, w.b.sub(u, one))))
-    infinite = w.b.compare(u, x, predicate="eq")  # of a large x the log itself is right, of an infinite one the quotient isn't
-    return w.b.select(lost, x, w.b.select(infinite, w.b.log(u), exact))
+    large = w.b.compare(u, x, predicate="eq")  # the log itself is right, and the quotient of infinities isn't a number
+    return w.b.select(lost, x, w.b.select(large, w.b.log(u), exact))
 
 
 def _softplus(w, x, beta=1, threshold=20):
@@ -151,6 +164,24 @@ def _softplus(w, x, beta=1, threshold=20):
 
 def _log_sigmoid(w, x):
     return w.b.sub(w.b.min(x, w.value(0)), _log1p(w, w.b.exp(w.b.neg(w.b.abs(x)))))
+
+
+WHOLE_FROM = float(1 << 23)
+"""From here on every float32 is a whole number."""
+
+
+def _floor(w, x):
+    """What a cast cuts off is put back where that was upwards."""
+    x = w.value(x)
+    cut = w.b.cast(w.b.cast(x, dtype="i32"), dtype=w.b.dtype(x))
+    lower = w.b.sub(cut, w.b.cast(w.b.compare(x, cut, predicate="lt"), dtype=w.b.dtype(x)))
+    return w.b.select(w.b.compare(w.b.abs(x), w.value(WHOLE_FROM), predicate="lt"), lower, x)
+
+
+def _expm1(w, x):
+    """eˣ - 1 = tanh(x/2) · (eˣ + 1), exact also where eˣ is nearly 1."""
+    x = w.value(x)
+    return w.b.mul(w.b.tanh(w.b.mul(x, w.value(0.5))), w.b.add(w.b.exp(x), w.value(1)))
 
 
 # ---- views and moves
@@ -556,12 +587,6 @@ def _reduced(w, x, kind, dims, keepdim):
     return w.b.reduce(x, kind=kind, axes=tuple(sorted(d % rank for d in dims)), keepdims=bool(keepdim))
 
 
-def _vector_norm(w, x, order=2, dims=None, keepdim=False, *_, **__):
-    if order != 2:
-        raise CaptureError(f"it takes the norm of order {order}; expected 2.")
-    return w.b.sqrt(_reduced(w, _square(w, x), "sum", dims, keepdim))
-
-
 def _var(w, x, dims=None, unbiased=True, keepdim=False, *, correction=None):
     x = w.value(x)
     rank = w.b.rank(x)
@@ -571,6 +596,21 @@ def _var(w, x, dims=None, unbiased=True, keepdim=False, *, correction=None):
     count = math.prod(_static(w, x, d) for d in dims)
     fewer = int(unbiased) if correction is None else correction
     return mean if fewer == 0 else w.b.mul(mean, w.b.scalar(count / (count - fewer)))
+
+
+def _vector_norm(w, x, order=2, dims=None, keepdim=False, *_):
+    """(Σ |x|^order)^(1/order)"""
+    size = w.b.abs(w.value(x))
+    if order in (math.inf, -math.inf):
+        return _reduced(w, size, "max" if order > 0 else "min", dims, keepdim)
+    if order == 0:
+        raise CaptureError("it counts the elements that aren't 0; adaptc captures norms of orders above 0.")
+    if order == 1:
+        return _reduced(w, size, "sum", dims, keepdim)
+    if order == 2:
+        return w.b.sqrt(_reduced(w, w.b.mul(size, size), "sum", dims, keepdim))
+    powers = w.b.pow(size, w.value(float(order)))
+    return w.b.pow(_reduced(w, powers, "sum", dims, keepdim), w.value(1 / order))
 
 
 def _rms_norm(w, x, normalized, weight=None, eps=None):
@@ -763,6 +803,8 @@ TABLE: dict[str, Rule] = {
     "aten.log1p": _log1p,
     "aten.softplus": _softplus,
     "aten.log_sigmoid": _log_sigmoid,
+    "aten.expm1": _expm1,
+    "aten.floor": _floor,
     "aten.clamp": _clamp,
     "aten.clamp_min": lambda w, x, low: _clamp(w, x, low),
     "aten.add": _binary("add", 0),
@@ -776,7 +818,11 @@ TABLE: dict[str, Rule] = {
     "aten.minimum": _binary("min"),
     **{f"aten.{name}": _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     "aten.logical_not": _not,
-    "aten.bitwise_not": _bitwise_not,
+    "aten.logical_and": _and,
+    "aten.logical_or": _or,
+    "aten.bitwise_not": _of_conditions(_not),
+    "aten.bitwise_and": _of_conditions(_and),
+    "aten.bitwise_or": _of_conditions(_or),
     "aten.where": _where,
     "aten.masked_fill": lambda w, x, mask, value: _where(w, mask, value, x),
     **{f"aten.{name}": _parts(_same) for name in ("contiguous", "clone", "detach", "detach_", "alias", "lift_fresh_copy")},
@@ -823,8 +869,8 @@ TABLE: dict[str, Rule] = {
     "aten.sum": _reduce("sum"),
     "aten.amax": _reduce("max"),
     "aten.amin": _reduce("min"),
-    "aten.linalg_vector_norm": _vector_norm,
     "aten.var": _var,
+    "aten.linalg_vector_norm": _vector_norm,
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.layer_norm": _layer_norm,

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 from adaptc.capture import recurrence
+from adaptc.capture.loops import ExpertLoops
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
@@ -100,6 +101,7 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
         module.set_attn_implementation(IMPLEMENTATION)
         stack.callback(module.set_attn_implementation, before)
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
+        stack.enter_context(mock.patch.dict(vars(module), {"forward": _with_loops(module.forward)}))
         for one in module.modules():
             if _by_length(one):
                 stack.enter_context(mock.patch.dict(vars(one), {"forward": _rope(one)}))
@@ -120,6 +122,18 @@ def _tensor(original: Callable) -> Callable:
         return original(data, *args, dtype=dtype, device=device, **kwargs)
 
     return tensor
+
+
+def _with_loops(forward: Callable) -> Callable:
+    """``forward`` with loops over experts as what they compute. The mode is entered here, above torch.export's own, which
+    would look into indices first."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExpertLoops():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 _EXPERTS = "_experts_implementation_internal"

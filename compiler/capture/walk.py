@@ -13,7 +13,7 @@ from torch_mlir import ir
 from torch_mlir.dialects import func
 
 from adaptc.capture.aten import FLATTENED, SKIPPED, Mask
-from adaptc.capture.order import ordered
+from adaptc.capture.order import needed, ordered
 from adaptc.capture.places import PREFIX, Place, place_of
 from adaptc.capture.rules import package_of, rules
 from adaptc.capture.trace import TOKENS, VALUE_HINT
@@ -95,7 +95,7 @@ def key(node: torch.fx.Node) -> str:
 
 
 def _unknown(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    tensors = (n for n in graph.nodes if n.op == "call_function" and not isinstance(n.meta.get("val"), _NUMBERS))
+    tensors = (n for n in needed(graph) if n.op == "call_function" and not isinstance(n.meta.get("val"), _NUMBERS))
     return [n for n in tensors if key(n) not in rules() and key(n) not in SKIPPED]
 
 
@@ -117,7 +117,7 @@ def writes(node: torch.fx.Node) -> bool:
 
 def _check_static(graph: torch.fx.Graph) -> None:
     """DynamicError where Python or a shape depends on what a tensor holds, checks of it that decide nothing apart."""
-    for node in graph.nodes:
+    for node in needed(graph):
         if node.meta.get("unbacked_bindings") and _used(node):
             raise DynamicError(f"{node.target} in {place_of(node)} takes a value or a shape out of a tensor's contents, "
                                "which only a run has.", hint=VALUE_HINT)
