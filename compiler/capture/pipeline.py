@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from adaptc.capture import build, hooks, repeat, trace
 from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.locality import check_locality
-from adaptc.capture.walk import Stored, walk
+from adaptc.capture.walk import COMPUTED, Stored, walk
 from adaptc.ir import legality
 from adaptc.ir.module import Program
 
@@ -32,6 +33,7 @@ def capture(source: Any, *, brief: bool = False) -> Program:
         ignored = sorted(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
         program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied, ignored),
                                  brief=brief)
+    source.compute(_tables(module, program))
     reads.check()
     source.check_waived()
     if left_out := source.left_out([*build.stored_shapes(module), *build.tied(module)], ignored):
@@ -77,6 +79,12 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
             repeat.unroll(program, stack, stored)
         legality.check(program)
     return program
+
+
+def _tables(module: torch.nn.Module, program: Program) -> dict[str, np.ndarray]:
+    """The values of those weights that are buffers which no file has, by the tensor's name."""
+    tensors = (w.tensor for w in program.weights().values() if w.tensor.startswith(COMPUTED))
+    return {name: module.get_buffer(name.removeprefix(COMPUTED)).float().cpu().numpy() for name in tensors}
 
 
 def _context(config: Any) -> int:
