@@ -146,7 +146,24 @@ def _or(w, x, y):
 
 
 def _log1p(w, x):
-    return w.b.log(w.b.add(w.value(x), w.value(1)))
+    """log(1 + x), as accurate for small x as for others: what is lost of x in u = 1 + x is put right by x / (u - 1)."""
+    x, one = w.value(x, "f32"), w.b.scalar(1.0)
+    u = w.b.add(x, one)
+    lost = w.b.compare(u, one, predicate="eq")
+    exact = w.b.mul(w.b.log(u), w.b.div(x, w.b.select(lost, one, w.b.sub(u, one))))
+    infinite = w.b.compare(u, x, predicate="eq")  # of a large x the log itself is right, of an infinite one the quotient isn't
+    return w.b.select(lost, x, w.b.select(infinite, w.b.log(u), exact))
+
+
+def _softplus(w, x, beta=1, threshold=20):
+    """log(1 + exp(beta·x)) / beta: never an overflow, whatever the threshold."""
+    scaled = x if beta == 1 else w.b.mul(w.value(x), w.value(beta))
+    result = w.b.add(w.b.max(scaled, w.value(0)), _log1p(w, w.b.exp(w.b.neg(w.b.abs(scaled)))))
+    return result if beta == 1 else w.b.mul(result, w.value(1 / beta))
+
+
+def _log_sigmoid(w, x):
+    return w.b.sub(w.b.min(x, w.value(0)), _log1p(w, w.b.exp(w.b.neg(w.b.abs(x)))))
 
 
 WHOLE_FROM = float(1 << 23)
@@ -220,7 +237,7 @@ def _cut(w, x, dim, start, end, step=1):
     shape = w.b.shape(x)
     dim %= len(shape)
     size = shape[dim]
-    whole = start in (None, 0) and step == 1 and (end is None or end == size or (isinstance(end, int) and end >= WHOLE))
+    whole = start in (None, 0, f"-{size}") and step == 1 and (end is None or end == size or (isinstance(end, int) and end >= WHOLE))
     if whole:
         return x
     if isinstance(size, int) and isinstance(start or 0, int) and step == 1 and _beyond(end) == (start or 0):
@@ -679,18 +696,27 @@ class Mask:
     window: int
 
 
-def _mask(w, like, padding, kind, window):
+def _mask(w, like, padding, kind, window, blocks=None):
     if padding is not None and not _ones(padding):
         raise CaptureError("its mask keeps some tokens and not others by a rule that adaptc can't see; expected all.")
+    if blocks is not None:
+        raise CaptureError("its mask lets tokens of one block see each other (a prefix, or an image's tokens), later ones "
+                           "too; adaptc's attention is causal, with or without a sliding window.")
     return Mask(kind, window)
+
+
+def _constant(w, values, shape, dtype, device):
+    number = float if w.dtype.startswith("f") else int
+    return w.b.constant(value=[number(x) for x in values], shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):
     return w.b.reshape(w.b.gather_rows(w.lengths(), w.requests), shape=w.shape)
 
 
-def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
-    """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's."""
+def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
+    """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's. ``extras`` are
+    operands of the row's by their ``names``."""
     if getattr(mask, "kind", None) not in ("causal", "sliding"):
         kind = getattr(mask, "kind", "computed")
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
@@ -699,9 +725,8 @@ def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
     state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
-    extra = [] if sinks is None else [w.value(sinks)]
-    result = w.b.attention(q, k, v, w.positions, w.requests, state, *extra, scaling=scaling, window=mask.window,
-                           softcap=softcap)
+    result = w.b.attention(q, k, v, w.positions, w.requests, state, *map(w.value, extras), scaling=scaling,
+                           window=mask.window, softcap=softcap, extras=tuple(names))
     return w.b.reshape(result, shape=w.shape)
 
 
@@ -711,6 +736,37 @@ def _rows(w, x):
     if (one, tokens) != (1, "T"):
         raise CaptureError(f"an operand of attention is {(one, heads, tokens, width)}; expected [1, heads, T, width].")
     return w.b.reshape(w.b.transpose(x, perm=(0, 2, 1, 3)), shape=(tokens, heads, width))
+
+
+def _of_tokens(w, x) -> ir.Value:
+    """[1, T, ...] → [T, ...]."""
+    one, tokens, *rest = w.b.shape(x)
+    if (one, tokens) != (1, "T"):
+        raise CaptureError(f"an operand is {w.b.shape(x)}; expected [1, T, ...].")
+    return w.b.reshape(w.value(x), shape=(tokens, *rest))
+
+
+def _convolve(w, x, weight, bias):
+    """x[1,T,C], weight[C,W], bias[C] → [1,T,C]."""
+    channels, width = w.b.shape(weight)
+    state = w.state(StateSpec.fixed("window", width - 1, channels))
+    extra = [] if bias is None else [w.value(bias)]
+    return _reshape(w, w.b.convolve(_of_tokens(w, x), w.value(weight), w.positions, w.requests, state, *extra))
+
+
+def _recur(w, query, key, value, decay, beta, read):
+    """query, key [1,T,H,K], value [1,T,H,V], decay [1,T,H,K or 1], beta [1,T,H] → [1,T,H,V]."""
+    _, _, heads, rows = w.b.shape(key)
+    state = w.state(StateSpec.fixed("state", heads, rows * w.b.shape(value)[3]))
+    extra = [] if beta is None else [_of_tokens(w, beta)]
+    operands = [_of_tokens(w, x) for x in (query, key, value, decay)]
+    return _reshape(w, w.b.recur(*operands, w.positions, w.requests, state, *extra, read=read))
+
+
+def _running_max(w, x, decay):
+    """x, decay [1,T,C] → [1,T,C]."""
+    state = w.state(StateSpec.fixed("max", 1, w.b.shape(x)[2]))
+    return _reshape(w, w.b.running_max(_of_tokens(w, x), _of_tokens(w, decay), w.positions, w.requests, state))
 
 
 SKIPPED = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
@@ -726,6 +782,8 @@ TABLE: dict[str, Rule] = {
     "aten.log1p": _log1p,
     "aten.expm1": _expm1,
     "aten.floor": _floor,
+    "aten.softplus": _softplus,
+    "aten.log_sigmoid": _log_sigmoid,
     "aten.clamp": _clamp,
     "aten.clamp_min": lambda w, x, low: _clamp(w, x, low),
     "aten.add": _binary("add", 0),
@@ -791,6 +849,7 @@ TABLE: dict[str, Rule] = {
     "aten.amin": _reduce("min"),
     "aten.var": _var,
     "aten.linalg_vector_norm": _vector_norm,
+    "aten.std": lambda w, *args, **kwargs: w.b.sqrt(_var(w, *args, **kwargs)),
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.layer_norm": _layer_norm,
@@ -806,4 +865,8 @@ TABLE: dict[str, Rule] = {
     "adaptc.attention": _attention,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
+    "adaptc.convolve": _convolve,
+    "adaptc.recur": _recur,
+    "adaptc.running_max": _running_max,
+    "adaptc.constant": _constant,
 }

@@ -14,10 +14,14 @@ from typing import Any, Callable, Mapping, Sequence
 
 from adaptc import packages
 from adaptc.errors import LegalityError
+from adaptc.plan import STATE_KINDS
 from adaptc.protocol import StateSpec, TensorSpec
 
 REQUIRED = object()
 """Marks an attribute without a default."""
+
+EXTRAS = "extras"
+"""Attribute of operators with several optional operands: the names of those that are given."""
 
 DECLARATIONS = ("weight", "state_slot", "get", "yield")
 """Operations of the dialect that aren't rows of the table: names that no row may have."""
@@ -32,7 +36,8 @@ class OpRow:
     """One operator.
 
     operands   names in order; a trailing ``?`` marks an optional last operand, ``*`` one or more last operands, ``+``
-               a first operand that is one float tensor or the three results of ``quantize`` in its place
+               a first operand that is one float tensor or the three results of ``quantize`` in its place; of several
+               optional ones, the attribute ``extras`` names those that are given, in the order of the row
     attrs      attribute name → default value, which also says its kind, or REQUIRED
     infer      (attrs, operand specs) → result specs; raises LegalityError naming what doesn't fit
     factors    einsum-like rule of which dimensions correspond, e.g. "tk,nk->tn", with a term for each of ``operands``
@@ -42,7 +47,9 @@ class OpRow:
     meaning    (attrs, *arrays) → tuple of arrays, in plain float32 numpy: the oracle
     decompose  (build, attrs, *values) → tuple of values in lower operators; None for the floor
     state      index of the operand that is a state, if the operator is stateful
-    appends    a stateful operator appends the step's rows to its state; else it only reads what another one appended
+    keeps      kind of that state (``plan.State``): "rows", of which every token appends one, or "fixed", a value
+    appends    a stateful operator appends the step's rows to its state, or replaces the value; else it only reads what
+               another one left there
     gathers    (table, indices): of operand ``table`` only the rows that operand ``indices`` names are read
     views      the result holds the operand's elements, moved or renamed, and nothing else
     aliases    a view that moves nothing: the result is the operand's memory under another shape
@@ -50,6 +57,8 @@ class OpRow:
     matrices   operands whose rows may be stored in a packed format; a weight that any other operand reads is dense
     ranges     name → (generator, shape) → values of float operands that are hard for this operator: its kernels are
                verified over them beside what all are (``adaptc.verify.operators.RANGES``)
+    domain     operand → (values) → values that it can have in earnest, from those of a range: where others make
+               nothing but infinities, as decays above 0 do over a long past
     """
 
     name: str
@@ -62,6 +71,7 @@ class OpRow:
     cost: Callable[[Mapping[str, Any], Sequence[Spec], Sequence[TensorSpec]], Form] = lambda a, o, r: {}
     decompose: Callable[..., tuple] | None = None
     state: int | None = None
+    keeps: str = "rows"
     appends: bool = True
     gathers: tuple[int, int] | None = None
     views: bool = False
@@ -69,6 +79,7 @@ class OpRow:
     elementwise: bool = False
     matrices: tuple[str, ...] = ()
     ranges: Mapping[str, Callable[[Any, tuple[int, ...]], Any]] = field(default_factory=dict)
+    domain: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def complete(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """``attrs`` with defaults filled in; unknown and missing ones are errors."""
@@ -86,29 +97,43 @@ class OpRow:
         """Whether a ``+`` operand is given as the three results of ``quantize``."""
         return bool(self.operands and self.operands[0].endswith("+") and operands and operands[0].dtype == "i8")
 
-    def check_operands(self, operands: Sequence[Spec]) -> None:
+    def check_operands(self, attrs: Mapping[str, Any], operands: Sequence[Spec]) -> None:
         """Their number, and that the state, and nothing else, is one."""
         count = len(operands) - (2 if self.quantized(operands) else 0)
-        least = sum(not name.endswith("?") for name in self.operands)
+        optional = [name.rstrip("?") for name in self.operands if name.endswith("?")]
+        least, most = len(self.operands) - len(optional), len(self.operands)
         many = any(name.endswith("*") for name in self.operands)
-        if count < least or (count > len(self.operands) and not many):
-            raise LegalityError(f"{self.name}: got {len(operands)} operands, expected ({', '.join(self.operands)}).")
+        if EXTRAS in self.attrs:
+            given = attrs.get(EXTRAS, ())
+            if list(given) != [name for name in optional if name in given]:
+                raise LegalityError(f"{self.name}: {EXTRAS} are {list(given)}, expected some of {optional}, in this order.")
+            least = most = least + len(given)
+        if count < least or (count > most and not many):
+            raise LegalityError(f"{self.name}: got {len(operands)} operands, expected ({', '.join(self.operands)})"
+                                + (f" with {EXTRAS} {list(attrs.get(EXTRAS, ()))}." if EXTRAS in self.attrs else "."))
         for i, operand in enumerate(operands):
             if isinstance(operand, StateSpec) != (i == self.state):
                 expected = "a state" if i == self.state else "a tensor"
                 raise LegalityError(f"{self.name}: operand {i} must be {expected}, got {operand}.")
+            if i == self.state and operand.kind != self.keeps:
+                raise LegalityError(f"{self.name}: the state is of kind {operand.kind!r}, expected {self.keeps!r}.")
 
-    def matrix_operands(self, operands: Sequence[Spec]) -> tuple[int, ...]:
+    def places(self, attrs: Mapping[str, Any], count: int) -> tuple[int, ...]:
+        """Which entry of ``operands`` each of ``count`` operands is, where nothing is quantised."""
+        absent = {name for name in self.operands if name.endswith("?") and EXTRAS in self.attrs
+                  and name.rstrip("?") not in attrs.get(EXTRAS, ())}
+        places = [i for i, name in enumerate(self.operands) if name not in absent]
+        return tuple((places + places[-1:] * (count - len(places)))[:count])
+
+    def matrix_operands(self, attrs: Mapping[str, Any], operands: Sequence[Spec]) -> tuple[int, ...]:
         """Which of ``operands`` are ``matrices``."""
-        quantized = self.operands and self.operands[0].endswith("+") and operands and operands[0].dtype == "i8"
-        names = [name.rstrip("?+") for name in self.operands]
-        names[:1] = names[:1] * (3 if quantized else 1)
-        names += [names[-1]] * (len(operands) - len(names)) if names else []
-        return tuple(i for i, name in enumerate(names[: len(operands)]) if name in self.matrices)
+        parts = 2 if self.quantized(operands) else 0
+        places = (0,) * parts + self.places(attrs, len(operands) - parts)
+        return tuple(i for i, place in enumerate(places) if self.operands[place].rstrip("?+") in self.matrices)
 
     def results(self, attrs: Mapping[str, Any], operands: Sequence[Spec]) -> tuple[TensorSpec, ...]:
         """What the operator gives; LegalityError when its attributes or operands don't fit."""
-        self.check_operands(operands)
+        self.check_operands(attrs, operands)
         return self.infer(self.complete(attrs), operands)
 
 
@@ -140,9 +165,9 @@ def package_of(name: str) -> str | None:
 @cache
 def _tables() -> tuple[dict[str, OpRow], dict[str, str]]:
     """(rows by name, package by name of those that aren't our own)."""
-    from adaptc.ops import dense, elementwise, mixing, routing, shape
+    from adaptc.ops import dense, elementwise, mixing, recurrent, routing, shape
 
-    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *routing.ROWS]
+    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *recurrent.ROWS, *routing.ROWS]
     own = {row.name: row for row in rows}
     assert len(own) == len(rows), "an operator is declared twice"
     theirs = packages.added(packages.OPERATORS, "ROWS", own, problem)
@@ -169,9 +194,13 @@ def _problems(row: OpRow):
     last = len(row.operands) - 1
     if isinstance(row.operands, str):
         yield f"operands are {row.operands!r}, expected a tuple of names."
+    several = EXTRAS in row.attrs
     for i, name in enumerate(row.operands):
-        if not re.fullmatch(r"[A-Za-z]\w*[?*+]?", name) or name[-1] in "?*" and i != last or name[-1] == "+" and i:
+        follows = all(later.endswith("?") for later in row.operands[i + 1 :]) if several and name[-1] == "?" else i == last
+        if not re.fullmatch(r"[A-Za-z]\w*[?*+]?", name) or name[-1] in "?*" and not follows or name[-1] == "+" and i:
             yield f"operand {name!r}: only the last name may end in ? or *, and the first in +."
+    if several and row.attrs[EXTRAS] != ():
+        yield f"the default of {EXTRAS} is {row.attrs[EXTRAS]!r}, expected ()."
     for name in _FUNCTIONS:
         function = getattr(row, name)
         if not callable(function) and not (function is None and name in ("axes", "decompose")):
@@ -184,6 +213,12 @@ def _problems(row: OpRow):
         yield f"matrices name {sorted(unknown)[0]!r}, which is no operand."
     if not all(callable(draw) for draw in row.ranges.values()):
         yield "ranges hold something else than functions of a generator and a shape."
+    if row.keeps not in STATE_KINDS:
+        yield f"keeps is {row.keeps!r}, expected {' or '.join(map(repr, STATE_KINDS))}."
+    if unknown := set(row.domain) - {name.rstrip("?*+") for name in row.operands}:
+        yield f"domain names {sorted(unknown)[0]!r}, which is no operand."
+    if not all(callable(map_) for map_ in row.domain.values()):
+        yield "domain holds something else than functions of values."
     if row.factors != "...":
         left, arrow, right = row.factors.partition("->")
         terms, tensors = left.split(","), [n for i, n in enumerate(row.operands) if i != row.state]
