@@ -144,7 +144,7 @@ class Source(ABC):
             if not format.is_float:  # groups of columns would become groups of rows
                 format, codes = FORMATS["f32"], {"codes": blocks.dequantize(format, codes)}
             return format, {"codes": np.ascontiguousarray(codes["codes"].swapaxes(-1, -2))}
-        rows = binding.rows(tensor.shape[0])
+        rows = binding.rows(tensor.shape[0] if tensor.shape else 1)
         return format, codes if rows is None else blocks.take_rows(codes, rows)
 
     def stored(self) -> dict[str, SourceTensor]:
