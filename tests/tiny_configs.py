@@ -85,9 +85,10 @@ _LINEAR_FULL = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "ful
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": _SLIDING_FULL | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
-             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN}},
+             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN}, "num_key_value_heads": 2},
     "deepseek_v4": {"head_dim": 64, "qk_rope_head_dim": 8, "partial_rotary_factor": 0.125,
                     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128},

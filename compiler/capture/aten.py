@@ -277,7 +277,7 @@ def _picked(w, x, dim, rows: ir.Value) -> ir.Value:
         return w.b.reshape(rows, shape=found)
     order = (dim, *(i for i in range(rank) if i != dim))
     turned = x if dim == 0 else w.b.transpose(x, perm=order)
-    if rank == 2 and w.b.dtype(x) == "f32":
+    if rank == 2 and w.b.dtype(x) == "f32" and not w.is_table(x):
         picked = w.b.embedding(rows, turned)
     else:
         picked = w.b.gather_rows(turned, rows)
@@ -718,18 +718,27 @@ class Mask:
     window: int
 
 
-def _mask(w, like, padding, kind, window):
+def _mask(w, like, padding, kind, window, blocks=None):
     if padding is not None and not _ones(padding):
         raise CaptureError("its mask keeps some tokens and not others by a rule that adaptc can't see; expected all.")
+    if blocks is not None:
+        raise CaptureError("its mask lets tokens of one block see each other (a prefix, or an image's tokens), later ones "
+                           "too; adaptc's attention is causal, with or without a sliding window.")
     return Mask(kind, window)
+
+
+def _constant(w, values, shape, dtype, device):
+    number = float if w.dtype.startswith("f") else int
+    return w.b.constant(value=[number(x) for x in values], shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):
     return w.b.reshape(w.b.gather_rows(w.lengths(), w.requests), shape=w.shape)
 
 
-def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
-    """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's."""
+def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
+    """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's. ``extras`` are
+    operands of the row's by their ``names``."""
     if getattr(mask, "kind", None) not in ("causal", "sliding"):
         kind = getattr(mask, "kind", "computed")
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
@@ -738,9 +747,8 @@ def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
     state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
-    extra = [] if sinks is None else [w.value(sinks)]
-    result = w.b.attention(q, k, v, w.positions, w.requests, state, *extra, scaling=scaling, window=mask.window,
-                           softcap=softcap)
+    result = w.b.attention(q, k, v, w.positions, w.requests, state, *map(w.value, extras), scaling=scaling,
+                           window=mask.window, softcap=softcap, extras=tuple(names))
     return w.b.reshape(result, shape=w.shape)
 
 
@@ -801,10 +809,10 @@ TABLE: dict[str, Rule] = {
     "aten.relu": lambda w, x: w.b.max(w.value(x), w.value(0)),
     "aten.square": _square,
     "aten.log1p": _log1p,
-    "aten.softplus": _softplus,
-    "aten.log_sigmoid": _log_sigmoid,
     "aten.expm1": _expm1,
     "aten.floor": _floor,
+    "aten.softplus": _softplus,
+    "aten.log_sigmoid": _log_sigmoid,
     "aten.clamp": _clamp,
     "aten.clamp_min": lambda w, x, low: _clamp(w, x, low),
     "aten.add": _binary("add", 0),
@@ -871,6 +879,7 @@ TABLE: dict[str, Rule] = {
     "aten.amin": _reduce("min"),
     "aten.var": _var,
     "aten.linalg_vector_norm": _vector_norm,
+    "aten.std": lambda w, *args, **kwargs: w.b.sqrt(_var(w, *args, **kwargs)),
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.layer_norm": _layer_norm,
@@ -889,4 +898,5 @@ TABLE: dict[str, Rule] = {
     "adaptc.convolve": _convolve,
     "adaptc.recur": _recur,
     "adaptc.running_max": _running_max,
+    "adaptc.constant": _constant,
 }

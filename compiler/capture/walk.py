@@ -12,7 +12,9 @@ import torch
 from torch_mlir import ir
 from torch_mlir.dialects import func
 
+from adaptc.capture import constants as numbers
 from adaptc.capture.aten import FLATTENED, SKIPPED, Mask
+from adaptc.capture.constants import name_of as key
 from adaptc.capture.order import needed, ordered
 from adaptc.capture.places import PREFIX, Place, place_of
 from adaptc.capture.rules import package_of, rules
@@ -28,7 +30,10 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", to
 """torch dtype → ours. Integers of the graph are token ids, positions and what is computed from them: 32 bits."""
 
 MAX_CONSTANT = 1 << 16
-"""Elements of the largest buffer that is written into the program itself."""
+"""Elements of the largest buffer that is written into the program itself. Larger ones are weights that no file has."""
+
+COMPUTED = "computed:"
+"""What the names of such weights' tensors start with; the buffer's name follows."""
 
 IRRELEVANT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "dtype", "generator")
 """Keyword arguments of ATen operators that say where a tensor lies, or repeat what its type says."""
@@ -79,19 +84,12 @@ def walk(exported: torch.export.ExportedProgram, stored: Mapping[str, Stored],
     """
     _check_static(exported.graph)
     exported = _decomposed(exported)
+    numbers.compute(exported.graph, _unknown(exported.graph))
     _check_known(exported.graph)
     program = Program.empty("captured")
     with program.editing():
         _Walk(program, exported, stored, constants).run()
     return program
-
-
-def key(node: torch.fx.Node) -> str:
-    """The node's operator as the table spells it: ``aten.add``, without the overload."""
-    target = node.target
-    return str(target.overloadpacket) if isinstance(target, torch._ops.OpOverload) else getattr(
-        target, "__name__", str(target)
-    )
 
 
 def _unknown(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -158,6 +156,7 @@ class _Walk:
         self.owned: Counter[str] = Counter()
         self.end = 0
         self.read: dict[str, ir.Value] = {}
+        self.tables: dict[str, torch.Tensor] = {}
 
     def run(self) -> None:
         graph = self.exported.graph
@@ -221,10 +220,21 @@ class _Walk:
 
     def _constant(self, constant: Constant) -> ir.Value:
         value = constant.value
+        if value.numel() > MAX_CONSTANT and constant.dtype == "f32" and constant.name in self.constants:
+            return self._table(constant)
         if value.is_meta or value.numel() > MAX_CONSTANT:
             size = "has no values on the meta device" if value.is_meta else f"has {value.numel()} elements"
             raise CaptureError(f"the buffer {constant.name!r} {size}; adaptc keeps up to {MAX_CONSTANT} in a program.")
         return self.b.constant(value=value.tolist(), shape=tuple(value.shape), dtype=constant.dtype)
+
+    def _table(self, constant: Constant) -> ir.Value:
+        """A large buffer as a weight; equal ones, of every layer say, are one."""
+        name = next((name for name, value in self.tables.items() if torch.equal(value, constant.value)), constant.name)
+        if name not in self.tables:
+            spec = TensorSpec("f32", tuple(constant.value.shape))
+            self.program.declare(Weight(name, spec, f"{COMPUTED}{name}"))
+            self.tables[name], self.read[name] = constant.value, self._get(name, spec)
+        return self.read[name]
 
     # ---- nodes
 
@@ -323,6 +333,10 @@ class _Walk:
         if len(rows) == 1:
             return x
         return self.b.reshape(x, shape=(wide[0] if wide else 1, width)) if len(wide) <= 1 else None
+
+    def is_table(self, x: ir.Value) -> bool:
+        """Whether it is a large buffer, whose values are exact: nothing may choose a coarser format for it."""
+        return any(self.read[name] == x for name in self.tables)
 
     def end_at(self, positions: int) -> None:
         """Notes that a table has rows for this many positions."""
