@@ -37,6 +37,9 @@ DIVERGENCE = {"f16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "int4": 5e-1}
 PROFILE_CONTEXT = 1024
 """Cache rows that the profile table assumes a request has."""
 
+NO_END = 32768
+"""Tokens of a request of a model that sets no end to them, such as most recurrent ones, where no option says more."""
+
 COVERAGE_TOKENS = 1
 """Tokens of the step whose FLOPs and bytes coverage gives shares of."""
 
@@ -175,7 +178,7 @@ def _survey(captured: "Program", setup: "_Setup") -> Survey:
     run_passes(whole, passes[:decompose])
     decomposed = whole.copy()
     run_passes(decomposed, passes[decompose : decompose + 1])
-    context = min(PROFILE_CONTEXT, setup.context(captured) or PROFILE_CONTEXT)
+    context = min(PROFILE_CONTEXT, setup.context(captured))
     symbols = {"T": COVERAGE_TOKENS, "R": 1, "S": 1, "C": context}
     return Survey(tuple(survey(captured, whole, decomposed, setup.codegen, setup.codegen.packed_bytes, symbols)),
                   COVERAGE_TOKENS, context)
@@ -307,7 +310,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     with _timed(spent, "fuse"):
         whole = lower_to(captured, "sharded").last.copy()
     kv = source.dtype.name if setup.options.kv == "auto" else setup.options.kv
-    context = setup.context(captured) or PROFILE_CONTEXT
+    context = setup.context(captured)
     run_passes(whole, (StoreStates(kv, setup.options.page_size, setup.target.key_block, context),))
     with _timed(spent, "coverage"):
         coverage = _survey(captured, setup)
@@ -420,11 +423,11 @@ class _Setup:
         return used if used and used.choices else None
 
     def context(self, program: "Program") -> int:
-        """Tokens a request may have: what was asked for, or what the model's config says."""
+        """Tokens a request may have: what was asked for, or what the model's config says, or else ``NO_END``."""
         most = program.fact("context")
         if most and self.options.max_context > most:
             raise OptionError(f"max_context is {self.options.max_context}, but the model's positions end at {most}.")
-        return self.options.max_context or most
+        return self.options.max_context or most or NO_END
 
     def pass_options(self, program: "Program") -> CompileOptions:
         """What the passes are told: the context as a number of tokens."""

@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from adaptc.capture import recurrence
+from adaptc.capture.loops import ExpertLoops
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
@@ -113,6 +114,7 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(_ListsInIndices())
         # distributions ask about the values of their parameters, which a trace hasn't
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
+        stack.enter_context(mock.patch.dict(vars(module), {"forward": _with_loops(module.forward)}))
         for one in module.modules():
             if _by_length(one):
                 stack.enter_context(mock.patch.dict(vars(one), {"forward": _rope(one)}))
@@ -139,6 +141,18 @@ def _tensor(original: Callable, device_of_module: torch.device) -> Callable:
         return original(data, dtype=dtype, device=device)
 
     return tensor
+
+
+def _with_loops(forward: Callable) -> Callable:
+    """``forward`` with loops over experts as what they compute. The mode is entered here, above torch.export's own, which
+    would look into indices first."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExpertLoops():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _numbers(data: Any) -> list | None:
