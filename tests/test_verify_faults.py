@@ -185,6 +185,11 @@ def stale_slots(init):
     return stale
 
 
+def reversed_prefix(adopt):
+    """The pages that a request finds again stand in its table the wrong way round."""
+    return lambda self, count, pages: adopt(self, count, pages[::-1])
+
+
 def late_positions(fill):
     """Every chunk is fed with positions that start one too late."""
     def late(self, chunks):
@@ -271,6 +276,8 @@ FAULTS = [
           patched(BlockTable, "grow", swapped_pages), "attention", r"model\.layers\.\d\.self_attn", alone=False),
     Fault("a page read one off", "run time, windows", "gemma", "layer", patched(BlockTable, "slide", reused_too_early),
           "attention", r"model\.layers\.\d\.self_attn", alone=False),
+    Fault("a page read one off", "run time, prefixes", "gemma", "equivalences",
+          patched(BlockTable, "adopt", reversed_prefix), "run time: what is found again", ""),
     Fault("a page read one off", "kernel", "gemma", "operator",
           kernel("attention", "model.layers.2.self_attn", 1, page_size=4), "attention", "model.layers.2.self_attn"),
     Fault("a page read one off", "plan", "gemma", "layer",
