@@ -659,6 +659,8 @@ def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
     if window not in (0, mask.window):
         raise CaptureError(f"the attention is given a window of {window} and a mask with one of {mask.window}.")
+    if "pairs" in names:
+        raise CaptureError("it is given a bias for each pair of tokens, which adaptc's attention doesn't have.")
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
     state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
