@@ -37,6 +37,9 @@ DIVERGENCE = {"f16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "int4": 5e-1}
 PROFILE_CONTEXT = 1024
 """Cache rows that the profile table assumes a request has."""
 
+NO_END = 32768
+"""Tokens of a request of a model that sets no end to them, such as most recurrent ones, where no option says more."""
+
 COVERAGE_TOKENS = 1
 """Tokens of the step whose FLOPs and bytes coverage gives shares of."""
 
@@ -175,7 +178,7 @@ def _survey(captured: "Program", setup: "_Setup") -> Survey:
     run_passes(whole, passes[:decompose])
     decomposed = whole.copy()
     run_passes(decomposed, passes[decompose : decompose + 1])
-    context = min(PROFILE_CONTEXT, setup.context(captured) or PROFILE_CONTEXT)
+    context = min(PROFILE_CONTEXT, setup.context(captured))
     symbols = {"T": COVERAGE_TOKENS, "R": 1, "S": 1, "C": context}
     return Survey(tuple(survey(captured, whole, decomposed, setup.codegen, setup.codegen.packed_bytes, symbols)),
                   COVERAGE_TOKENS, context)
@@ -305,7 +308,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     with _timed(spent, "fuse"):
         whole = lower_to(captured, "sharded").last.copy()
     kv = source.dtype.name if setup.options.kv == "auto" else setup.options.kv
-    context = setup.context(captured) or PROFILE_CONTEXT
+    context = setup.context(captured)
     run_passes(whole, (StoreStates(kv, setup.options.page_size, setup.target.key_block, context),))
     with _timed(spent, "coverage"):
         coverage = _survey(captured, setup)
@@ -418,11 +421,11 @@ class _Setup:
         return used if used and used.choices else None
 
     def context(self, program: "Program") -> int:
-        """Tokens a request may have: what was asked for, or what the model's config says."""
+        """Tokens a request may have: what was asked for, or what the model's config says, or else ``NO_END``."""
         most = program.fact("context")
         if most and self.options.max_context > most:
             raise OptionError(f"max_context is {self.options.max_context}, but the model's positions end at {most}.")
-        return self.options.max_context or most
+        return self.options.max_context or most or NO_END
 
     def pass_options(self, program: "Program") -> CompileOptions:
         """What the passes are told: the context as a number of tokens."""
@@ -454,10 +457,11 @@ class _Setup:
         """That a plan made from a late stage's text is what the options say. OptionError names the one that isn't."""
         said = {name: getattr(self.options, name) for name in ("page_size", "max_step_tokens", "max_requests")}
         made = {name: getattr(plan, name) for name in said if plan.states or name != "page_size"}
-        if plan.states:
+        rows = [group for group in plan.groups if group.kind == "rows"]
+        if rows:
             said |= {"kv": self.options.kv_dtype, "max_context": -(-plan.max_context // plan.page_size)}
-            kept = plan.states[0].dtype, plan.states[0].scale
-            made |= {"kv": next(name for name, pair in KEPT.items() if pair == kept), "max_context": plan.groups[0].max_pages}
+            kept = next((s.dtype, s.scale) for s in plan.states if s.kind == "rows")
+            made |= {"kv": next(name for name, pair in KEPT.items() if pair == kept), "max_context": rows[0].max_pages}
         for name in ("weights", "activations"):
             said[name], made[name] = getattr(self.options, name), lowered.fact(name)
         for name, value in made.items():
@@ -564,10 +568,8 @@ def _memory(plan: "Plan") -> dict[str, int]:
     kinds = ("weight", "input", "output", "pages")
     sizes = {f"{kind} buffers": sum(b.bytes for b in plan.buffers if b.kind == kind) for kind in kinds}
     cache = sum(s.token_bytes() for s in plan.states)
-    full = sum(
-        s.token_bytes() * min(plan.max_context, (s.window + plan.page_size) if s.window else plan.max_context)
-        for s in plan.states
-    )
+    kept = lambda s: min(plan.max_context, (s.window + plan.page_size) if s.window else plan.max_context)  # noqa: E731
+    full = sum(s.token_bytes() * kept(s) + s.request_bytes() for s in plan.states)
     return {"arena (activations)": plan.arena_bytes, **sizes, "cache, a token": cache,
             f"cache, a request of {plan.max_context} tokens": full}
 

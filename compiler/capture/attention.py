@@ -216,7 +216,7 @@ def _replace(graph: torch.fx.Graph, found: Found) -> None:
     shape = found.q.meta["val"].shape
     heads = _heads(shape)
     with graph.inserting_before(found.result):
-        new = _Inserter(graph, found.result)
+        new = Inserter(graph, found.result)
         k = new(aten.transpose.int, found.k, -2, -1) if found.turned else found.k
         count = new(aten.sym_size.int, ids, 1)
         groups = _groups(shape, k.meta["val"].shape)
@@ -237,18 +237,18 @@ def _replace(graph: torch.fx.Graph, found: Found) -> None:
     graph.erase_node(found.result)
 
 
-class _Inserter:
+class Inserter:
     """Makes operators in the place of a node, with what is known of it."""
 
     def __init__(self, graph: torch.fx.Graph, place: torch.fx.Node):
         self.graph, self.place = graph, place
         self.mode = place.meta["val"].fake_mode
 
-    def __call__(self, target: Any, *args: Any) -> torch.fx.Node:
-        node = self.graph.call_function(target, args)
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in self.place.meta.items() if k in ("nn_module_stack", "stack_trace")}
         with self.mode:
-            node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda a: a.meta["val"]))
+            node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda a: a.meta["val"]), **kwargs)
         return node
 
     def shaped(self, x: torch.fx.Node, shape: tuple) -> torch.fx.Node:

@@ -22,6 +22,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from adaptc.capture import recurrence
+from adaptc.capture.loops import ExpertLoops
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
@@ -74,6 +76,7 @@ def operators() -> None:
     torch.library.register_fake("adaptc::mask", _mask_shape)
     torch.library.register_fake("adaptc::attention", _attention_shape)
     torch.library.register_fake("adaptc::expert_linear", _expert_linear_shape)
+    recurrence.operators()
 
 
 def _mask_shape(like, padding, kind, window, blocks=None):
@@ -100,6 +103,7 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
     names = {id(m): name for name, m in module.named_modules()}
     before = module.config._attn_implementation
     with ExitStack() as stack:
+        stack.enter_context(recurrence.installed(module))
         functions = ALL_ATTENTION_FUNCTIONS._local_mapping
         stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names)}))
         experts = ALL_EXPERTS_FUNCTIONS._local_mapping
@@ -114,6 +118,7 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(_ListsInIndices())
         # distributions ask about the values of their parameters, which a trace hasn't
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
+        stack.enter_context(mock.patch.dict(vars(module), {"forward": _with_loops(module.forward)}))
         for one in module.modules():
             if _by_length(one):
                 stack.enter_context(mock.patch.dict(vars(one), {"forward": _rope(one)}))
@@ -161,6 +166,18 @@ class _ListsInIndices(TorchFunctionMode):
                           for part in args[1])
             args = (args[0], index)
         return function(*args, **(kwargs or {}))
+
+
+def _with_loops(forward: Callable) -> Callable:
+    """``forward`` with loops over experts as what they compute. The mode is entered here, above torch.export's own, which
+    would look into indices first."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExpertLoops():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 _EXPERTS = "_experts_implementation_internal"

@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from adaptc.capture import build, hooks, repeat, trace
+from adaptc.capture import build, convolution, hooks, repeat, trace
 from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.locality import check_locality
@@ -66,7 +66,7 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
         with build.on_one_device(module), hooks.installed(module):
             exported = trace.trace(module, _context(text))
     fixed = {name: value for name, value in constants.items() if name not in stored}
-    program = walk(raised(exported, fixed, _context(text)), stored, constants)
+    program = walk(convolution.raised(raised(exported, fixed, _context(text))), stored, constants)
     program.set_fact("context", min(filter(None, (_context(text), program.fact("context"))), default=0))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
     legality.check(program)
@@ -106,11 +106,12 @@ def _itself(shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> d
 
 @contextmanager
 def _evaluated(module: torch.nn.Module) -> Iterator[None]:
-    """Dropout and the like off."""
-    training = [m for m in module.modules() if m.training]
+    """Dropout and the like off; afterwards modules have the attributes that they had, whatever forwards set."""
+    before = [(m, dict(vars(m))) for m in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for m in training:
-            m.training = True
+        for m, attributes in before:
+            vars(m).clear()
+            vars(m).update(attributes)

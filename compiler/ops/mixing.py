@@ -40,6 +40,35 @@ class RowState:
         return [np.stack([rows[p] for p in range(lo, hi)]) for rows in self.rows[request]]
 
 
+class FixedState:
+    """The oracle's values of one state of fixed size: per request, one array a part and length, float32. Of lengths
+    the last two are kept, as a step that is run again starts from the one before."""
+
+    def __init__(self, spec: StateSpec):
+        self.spec = spec
+        self.values: dict[int, dict[int, list[np.ndarray]]] = {}
+
+    def read(self, request: int, length: int, initial: float = 0.0) -> list[np.ndarray]:
+        """The value after ``length`` tokens, [heads, width] each part; ``initial`` everywhere after none."""
+        if length == 0:
+            return [np.full((heads, width), initial, np.float32) for _, heads, width in self.spec.parts]
+        found = self.values.get(request, {})
+        if length not in found:
+            raise LegalityError(f"request {request} has no value of state {self.spec.parts} after {length} tokens.")
+        return found[length]
+
+    def write(self, request: int, start: int, length: int, parts) -> None:
+        """The value after ``length`` tokens, made from that after ``start`` of them."""
+        found = self.values.get(request, {})
+        kept = {start: found[start]} if start in found else {}
+        self.values[request] = kept | {length: [np.asarray(part, np.float32) for part in parts]}
+
+
+def oracle_state(spec: StateSpec) -> RowState | FixedState:
+    """What a stateful operator's meaning takes for a state."""
+    return {"rows": RowState, "fixed": FixedState}[spec.kind](spec)
+
+
 def _infer_rope(attrs, operands):
     x, cos, sin = operands
     kinds = sorted({o.dtype for o in operands})

@@ -14,6 +14,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 from adaptc import packages
 from adaptc.errors import LegalityError
+from adaptc.plan import STATE_KINDS
 from adaptc.protocol import StateSpec, TensorSpec
 
 REQUIRED = object()
@@ -46,7 +47,9 @@ class OpRow:
     meaning    (attrs, *arrays) → tuple of arrays, in plain float32 numpy: the oracle
     decompose  (build, attrs, *values) → tuple of values in lower operators; None for the floor
     state      index of the operand that is a state, if the operator is stateful
-    appends    a stateful operator appends the step's rows to its state; else it only reads what another one appended
+    keeps      kind of that state (``plan.State``): "rows", of which every token appends one, or "fixed", a value
+    appends    a stateful operator appends the step's rows to its state, or replaces the value; else it only reads what
+               another one left there
     gathers    (table, indices): of operand ``table`` only the rows that operand ``indices`` names are read
     views      the result holds the operand's elements, moved or renamed, and nothing else
     aliases    a view that moves nothing: the result is the operand's memory under another shape
@@ -54,6 +57,8 @@ class OpRow:
     matrices   operands whose rows may be stored in a packed format; a weight that any other operand reads is dense
     ranges     name → (generator, shape) → values of float operands that are hard for this operator: its kernels are
                verified over them beside what all are (``adaptc.verify.operators.RANGES``)
+    domain     operand → (values) → values that it can have in earnest, from those of a range: where others make
+               nothing but infinities, as decays above 0 do over a long past
     """
 
     name: str
@@ -66,6 +71,7 @@ class OpRow:
     cost: Callable[[Mapping[str, Any], Sequence[Spec], Sequence[TensorSpec]], Form] = lambda a, o, r: {}
     decompose: Callable[..., tuple] | None = None
     state: int | None = None
+    keeps: str = "rows"
     appends: bool = True
     gathers: tuple[int, int] | None = None
     views: bool = False
@@ -73,6 +79,7 @@ class OpRow:
     elementwise: bool = False
     matrices: tuple[str, ...] = ()
     ranges: Mapping[str, Callable[[Any, tuple[int, ...]], Any]] = field(default_factory=dict)
+    domain: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def complete(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """``attrs`` with defaults filled in; unknown and missing ones are errors."""
@@ -108,6 +115,8 @@ class OpRow:
             if isinstance(operand, StateSpec) != (i == self.state):
                 expected = "a state" if i == self.state else "a tensor"
                 raise LegalityError(f"{self.name}: operand {i} must be {expected}, got {operand}.")
+            if i == self.state and operand.kind != self.keeps:
+                raise LegalityError(f"{self.name}: the state is of kind {operand.kind!r}, expected {self.keeps!r}.")
 
     def places(self, attrs: Mapping[str, Any], count: int) -> tuple[int, ...]:
         """Which entry of ``operands`` each of ``count`` operands is, where nothing is quantised."""
@@ -156,9 +165,9 @@ def package_of(name: str) -> str | None:
 @cache
 def _tables() -> tuple[dict[str, OpRow], dict[str, str]]:
     """(rows by name, package by name of those that aren't our own)."""
-    from adaptc.ops import dense, elementwise, mixing, routing, shape
+    from adaptc.ops import dense, elementwise, mixing, recurrent, routing, shape
 
-    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *routing.ROWS]
+    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *recurrent.ROWS, *routing.ROWS]
     own = {row.name: row for row in rows}
     assert len(own) == len(rows), "an operator is declared twice"
     theirs = packages.added(packages.OPERATORS, "ROWS", own, problem)
@@ -204,6 +213,12 @@ def _problems(row: OpRow):
         yield f"matrices name {sorted(unknown)[0]!r}, which is no operand."
     if not all(callable(draw) for draw in row.ranges.values()):
         yield "ranges hold something else than functions of a generator and a shape."
+    if row.keeps not in STATE_KINDS:
+        yield f"keeps is {row.keeps!r}, expected {' or '.join(map(repr, STATE_KINDS))}."
+    if unknown := set(row.domain) - {name.rstrip("?*+") for name in row.operands}:
+        yield f"domain names {sorted(unknown)[0]!r}, which is no operand."
+    if not all(callable(map_) for map_ in row.domain.values()):
+        yield "domain holds something else than functions of values."
     if row.factors != "...":
         left, arrow, right = row.factors.partition("->")
         terms, tensors = left.split(","), [n for i, n in enumerate(row.operands) if i != row.state]
