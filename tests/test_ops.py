@@ -77,6 +77,16 @@ def places(first: int) -> dict[int, Values]:
 
 
 ATTENTION = places(3)
+
+
+def filled(rng, sizes):
+    """KV with rows of one request."""
+    state = RowState(KV)
+    for position in range(sizes["T"]):
+        state.append(0, position, [rng.standard_normal((heads, width)) for _, heads, width in KV.parts])
+    return state
+
+
 HEADS = (f("T", 4, 8), f("T", 2, 8), f("T", 2, 6), *WHERE)
 BODY = (("mul", (0, 1), ()), ("constant", (), (("dtype", "f32"), ("shape", ()), ("value", 2.0))), ("add", (2, 3), ()),
         ("silu", (4,), ()))
@@ -139,6 +149,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                   *(Sample((*HEADS, KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras}, ATTENTION)
                     for extras in (("sinks",), ("slopes",), ("sinks", "slopes"))),
                   Sample((*HEADS, KV, f("T", 4, 3)), {"scaling": 0.3, "extras": ("distances",)}, ATTENTION)),
+    "recall": tuple(Sample((HEADS[0], *HEADS[3:], KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras},
+                           {1: ATTENTION[3], 2: ATTENTION[4], 3: filled}) for extras in ((), ("sinks",))),
     "convolve": tuple(Sample((f("T", 6), f(6, 4), *WHERE, StateSpec.fixed("window", 3, 6), *bias), given=places(2))
                       for bias in ((), (f(6),))),
     "recur": tuple(Sample((f("T", 2, k), f("T", 2, k), f("T", 2, v), f("T", 2, decays), *WHERE,
@@ -148,7 +160,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "running_max": (Sample((f("T", 6), f("T", 6), *WHERE, StateSpec.fixed("max", 1, 6)), given=places(2)),),
 }
 
-LEAVES = {"convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
+LEAVES = {"recall", "convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
           "pow"}
@@ -164,10 +176,10 @@ def values(sample: Sample, sizes: Mapping[str, int] = SIZES[0]) -> list:
     rng = np.random.default_rng(3)
     made = []
     for i, spec in enumerate(sample.operands):
-        if isinstance(spec, StateSpec):
-            made.append(oracle_state(spec))
-        elif i in sample.given:
+        if i in sample.given:
             made.append(sample.given[i](rng, sizes))
+        elif isinstance(spec, StateSpec):
+            made.append(oracle_state(spec))
         else:
             drawn = rng.normal(scale=2, size=[sizes.get(d, d) for d in spec.shape])
             made.append(np.asarray(drawn).astype(NUMPY[spec.dtype]))

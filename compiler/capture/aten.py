@@ -738,7 +738,7 @@ def _request_length(w, positions):
 
 def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
     """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's. ``extras`` are
-    operands of the row's by their ``names``."""
+    operands of the row's by their ``names``. Keys and values that another attention has are kept once."""
     if getattr(mask, "kind", None) not in ("causal", "sliding"):
         kind = getattr(mask, "kind", "computed")
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
@@ -746,12 +746,15 @@ def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
         raise CaptureError(f"the attention is given a window of {window} and a mask with one of {mask.window}.")
     if "pairs" in names:
         raise CaptureError("it is given a bias for each pair of tokens, which adaptc's attention doesn't have.")
+    shared = (k, v, mask.window)
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
-    state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
-    result = w.b.attention(q, k, v, w.positions, w.requests, state, *map(w.value, extras), scaling=scaling,
-                           window=mask.window, softcap=softcap, extras=tuple(names))
-    return w.b.reshape(result, shape=w.shape)
+    attrs = dict(scaling=scaling, window=mask.window, softcap=softcap, extras=tuple(names))
+    where, extras = (w.positions, w.requests), [w.value(x) for x in extras]
+    if shared in w.shared:
+        return w.b.reshape(w.b.recall(q, *where, w.shared[shared], *extras, **attrs), shape=w.shape)
+    w.shared[shared] = state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
+    return w.b.reshape(w.b.attention(q, k, v, *where, state, *extras, **attrs), shape=w.shape)
 
 
 def _rows(w, x):

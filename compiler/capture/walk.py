@@ -153,6 +153,8 @@ class _Walk:
         self.owned: Counter[str] = Counter()
         self.end = 0
         self.read: dict[str, ir.Value] = {}
+        self.shared: dict[tuple, ir.Value] = {}
+        """States of attention by the keys, values and window that they were made for."""
 
     def run(self) -> None:
         graph = self.exported.graph
