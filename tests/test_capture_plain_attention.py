@@ -338,6 +338,21 @@ def test_a_bias_by_distance_of_each_query_is_raised():
         capture_module(module, module.config)
 
 
+def test_layers_that_share_keys_and_values_have_one_state():
+    module, kept = build(LlamaConfig(**SMALL | dict(num_hidden_layers=3))), {}
+
+    def shared(m, q, k, v, mask):
+        k, v = kept[m.layer_idx] = kept[0] if m.layer_idx == 1 else (k[:, ::2], v[:, ::2])
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(m.config._attn_implementation, eager_attention_forward)
+        return function(m, q, k, v, mask, scaling=0.3)[0].transpose(1, 2)
+
+    with patched(shared):
+        program = capture_module(module, module.config)
+        expected = logits(module, tokens_of(20, 20))
+    assert len(program.states()) == 2
+    close(Reference(program, weights(module)).score(tokens_of(20, 20), 3), expected)
+
+
 def test_integers_in_masks_are_tried():
     """A window of 50 tokens isn't seen in masks of fewer."""
     module = model()
