@@ -71,6 +71,7 @@ CONFIG: Mapping[str, str] = {
     "audio_config.*": _MODALITY,
     "vision_config.*": _MODALITY,
     "bigbird_pegasus:block_size": _ENCODER,
+    "zaya:rope_parameters.hybrid_sliding.*": "of layers with a window, which read it where there are any",
     "bigbird_pegasus:num_random_blocks": _ENCODER,
     "original_max_position_embeddings": "read from rope_parameters by the scalings that need it",
     "is_llama_config": _PROVENANCE,

@@ -110,6 +110,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "xlstm": {"hidden_size": HIDDEN, "num_heads": HEADS, "num_hidden_layers": 2, "num_blocks": 2,
               "vocab_size": VOCABULARY},
     "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": WINDOW},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128,
               "attention_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "n_mamba_heads": 2},
     "zamba2": {"mamba_headdim": 16, "n_mamba_heads": 8, "mamba_expand": 2, "attention_hidden_size": 128,
