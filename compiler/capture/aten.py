@@ -728,8 +728,8 @@ def _mask(w, like, padding, kind, window, blocks=None):
 
 
 def _constant(w, values, shape, dtype, device):
-    number = float if w.dtype.startswith("f") else int
-    return w.b.constant(value=[number(x) for x in values], shape=w.shape, dtype=w.dtype)
+    numbers = [float(x) if w.dtype.startswith("f") else int(x) for x in values]
+    return w.b.constant(value=numbers if w.shape else numbers[0], shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):

@@ -308,7 +308,7 @@ def _by_distance(graph: torch.fx.Graph, node: torch.fx.Node, masks: _Masks) -> N
         raise Unproven(f"{bias.target} in {place_of(bias)} isn't a choice by distance, 0 beyond some")
     masks.check_distances(index, far, extent)
     with graph.inserting_before(node):
-        new, value = _Inserter(graph, node), table
+        new, value = Inserter(graph, node), table
         for step in chain:
             value = new(step.target, value, *step.args[1:])
         value = new(torch.ops.aten.squeeze.dim, new(torch.ops.aten.transpose.int, value, 1, 2), 0)
