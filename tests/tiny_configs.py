@@ -88,7 +88,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": _SLIDING_FULL | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
-             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN}},
+             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN}, "num_key_value_heads": 2},
     "deepseek_v4": {"head_dim": 64, "qk_rope_head_dim": 8, "partial_rotary_factor": 0.125,
                     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "falcon": {"new_decoder_architecture": True},

@@ -277,7 +277,7 @@ def _picked(w, x, dim, rows: ir.Value) -> ir.Value:
         return w.b.reshape(rows, shape=found)
     order = (dim, *(i for i in range(rank) if i != dim))
     turned = x if dim == 0 else w.b.transpose(x, perm=order)
-    if rank == 2 and w.b.dtype(x) == "f32":
+    if rank == 2 and w.b.dtype(x) == "f32" and not w.is_table(x):
         picked = w.b.embedding(rows, turned)
     else:
         picked = w.b.gather_rows(turned, rows)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from adaptc.capture import build, convolution, hooks, repeat, trace
 from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.locality import check_locality
-from adaptc.capture.walk import Stored, walk
+from adaptc.capture.walk import COMPUTED, Stored, walk
 from adaptc.ir import legality
 from adaptc.ir.module import Program
 
@@ -19,9 +20,8 @@ Bind = Callable[[Mapping[str, tuple[int, ...]], Mapping[str, str]], Mapping[str,
 """(parameter → shape, tied parameter → the one whose storage it shares) → parameter → how the files store it."""
 
 
-def capture(source: Any, *, brief: bool = False) -> Program:
-    """The program of a ``sources.Source``, at stage "captured"; ``brief``: layers traced once a kind where that is proved
-    to give the same (``capture.repeat``).
+def capture(source: Any) -> Program:
+    """The program of a ``sources.Source``, at stage "captured".
 
     CaptureError when the module can't be captured; InputError when its files say what no code reads, or lack tensors.
     OptionError when the caller waives what is used.
@@ -30,8 +30,8 @@ def capture(source: Any, *, brief: bool = False) -> Program:
         module = source.module() or build.build(source.config, source.trust_remote_code)
         source.built(module)
         ignored = sorted(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
-        program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied, ignored),
-                                 brief=brief)
+        program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied, ignored))
+    source.compute(_tables(module, program))
     reads.check()
     source.check_waived()
     if left_out := source.left_out([*build.stored_shapes(module), *build.tied(module)], ignored):
@@ -40,11 +40,11 @@ def capture(source: Any, *, brief: bool = False) -> Program:
 
 
 def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = None, *, folded: bool = True,
-                   brief: bool = False) -> Program:
+                   brief: bool = True) -> Program:
     """The program of a transformers causal LM, whose parameters may be on the meta device.
 
-    Without ``bind``, every parameter is a tensor of its own name. ``brief`` needs ``folded``. The module is left as it
-    was.
+    Without ``bind``, every parameter is a tensor of its own name. ``brief``: layers are traced once a kind where that is
+    proved to give the same program (``capture.repeat``); it needs ``folded``. The module is left as it was.
     """
     tied = build.tied(module)
     stored = dict((bind or _itself)(build.stored_shapes(module), tied))
@@ -61,10 +61,13 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
 def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored], folded: bool,
               found: Sequence[repeat.Stack]) -> Program:
     text = config.get_text_config()
-    with repeat.cut(module, found), _evaluated(module), hooks.both_frequencies(module):
+    with _evaluated(module), hooks.both_frequencies(module):
         constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         with build.on_one_device(module), hooks.installed(module):
-            exported = trace.trace(module, _context(text))
+            if found:
+                repeat.prove(module, found, trace.samples(_context(text)))
+            with repeat.cut(module, found):
+                exported = trace.trace(module, _context(text))
     fixed = {name: value for name, value in constants.items() if name not in stored}
     program = walk(convolution.raised(raised(exported, fixed, _context(text))), stored, constants)
     program.set_fact("context", min(filter(None, (_context(text), program.fact("context"))), default=0))
@@ -77,6 +80,12 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
             repeat.unroll(program, stack, stored)
         legality.check(program)
     return program
+
+
+def _tables(module: torch.nn.Module, program: Program) -> dict[str, np.ndarray]:
+    """The values of those weights that are buffers which no file has, by the tensor's name."""
+    tensors = (w.tensor for w in program.weights().values() if w.tensor.startswith(COMPUTED))
+    return {name: module.get_buffer(name.removeprefix(COMPUTED)).float().cpu().numpy() for name in tensors}
 
 
 CONTEXT = ("max_position_embeddings", "max_seq_len")

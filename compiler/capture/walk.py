@@ -30,7 +30,10 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", to
 """torch dtype → ours. Integers of the graph are token ids, positions and what is computed from them: 32 bits."""
 
 MAX_CONSTANT = 1 << 16
-"""Elements of the largest buffer that is written into the program itself."""
+"""Elements of the largest buffer that is written into the program itself. Larger ones are weights that no file has."""
+
+COMPUTED = "computed:"
+"""What the names of such weights' tensors start with; the buffer's name follows."""
 
 IRRELEVANT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "dtype", "generator")
 """Keyword arguments of ATen operators that say where a tensor lies, or repeat what its type says."""
@@ -155,6 +158,7 @@ class _Walk:
         self.read: dict[str, ir.Value] = {}
         self.shared: dict[tuple, ir.Value] = {}
         """States of attention by the keys, values and window that they were made for."""
+        self.tables: dict[str, torch.Tensor] = {}
 
     def run(self) -> None:
         graph = self.exported.graph
@@ -218,10 +222,21 @@ class _Walk:
 
     def _constant(self, constant: Constant) -> ir.Value:
         value = constant.value
+        if value.numel() > MAX_CONSTANT and constant.dtype == "f32" and constant.name in self.constants:
+            return self._table(constant)
         if value.is_meta or value.numel() > MAX_CONSTANT:
             size = "has no values on the meta device" if value.is_meta else f"has {value.numel()} elements"
             raise CaptureError(f"the buffer {constant.name!r} {size}; adaptc keeps up to {MAX_CONSTANT} in a program.")
         return self.b.constant(value=value.tolist(), shape=tuple(value.shape), dtype=constant.dtype)
+
+    def _table(self, constant: Constant) -> ir.Value:
+        """A large buffer as a weight; equal ones, of every layer say, are one."""
+        name = next((name for name, value in self.tables.items() if torch.equal(value, constant.value)), constant.name)
+        if name not in self.tables:
+            spec = TensorSpec("f32", tuple(constant.value.shape))
+            self.program.declare(Weight(name, spec, f"{COMPUTED}{name}"))
+            self.tables[name], self.read[name] = constant.value, self._get(name, spec)
+        return self.read[name]
 
     # ---- nodes
 
@@ -320,6 +335,10 @@ class _Walk:
         if len(rows) == 1:
             return x
         return self.b.reshape(x, shape=(wide[0] if wide else 1, width)) if len(wide) <= 1 else None
+
+    def is_table(self, x: ir.Value) -> bool:
+        """Whether it is a large buffer, whose values are exact: nothing may choose a coarser format for it."""
+        return any(self.read[name] == x for name in self.tables)
 
     def end_at(self, positions: int) -> None:
         """Notes that a table has rows for this many positions."""

@@ -16,6 +16,10 @@ from adaptc.sources.waiver import Waiver, way_on
 
 _MISSING = object()
 
+PER_LAYER = "per_layer_config"
+"""Where transformers' configurations have what single layers differ in: layer → keys, which are read of the layer's own
+configuration, one of the same class."""
+
 
 class ConfigReads:
     """The keys that were read, against those that were given. Nested keys are dotted: ``rope_parameters.factor``.
@@ -53,7 +57,8 @@ class ConfigReads:
             return True
         if self._default(key) or self._stated(key):
             return True
-        if any(self._canonical(name) in self.read or self._idle(name) for name in waivers.aliases(key)):
+        own = key.split(".", 2)[2] if key.startswith(f"{PER_LAYER}.") and key.count(".") > 1 else key
+        if any(self._canonical(name) in self.read or self._idle(name) for name in waivers.aliases(own)):
             return True
         return self._of_inner(key)
 
@@ -75,9 +80,9 @@ class ConfigReads:
             return True
         try:
             without = self._defaults(**{other: value for other, value in self.given.items() if other != key})
-        except Exception:  # whatever a class raises that can't do without the key
+            return getattr(without, key, _MISSING) == self.given[key]
+        except Exception:  # whatever a class raises that can't do without the key, or has it for each layer alone
             return False
-        return getattr(without, key, _MISSING) == self.given[key]
 
     def _stated(self, key: str) -> bool:
         """Whether the value is what the class always does, or what another key says that is accounted for."""
