@@ -282,8 +282,8 @@ def _groups(queries: torch.Size, keys: torch.Size) -> int:
 
 # ---- a bias by distance of each query
 
-ROWWISE = ("aten.mul", "aten.div", "aten.add", "aten.sub", *COPIES)
-"""Operators through which a bias may go whose other operand has one value for all keys."""
+ROWWISE = ("aten.mul", "aten.div", *COPIES)
+"""Operators through which a bias may go whose other operand has one value for all keys: 0 stays 0."""
 
 
 def _by_distance(graph: torch.fx.Graph, node: torch.fx.Node, masks: _Masks) -> None:

@@ -220,6 +220,7 @@ def _attention(names: dict[int, str]) -> Callable:
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
+        unknown += ["position_bias beside softcap"] if position_bias is not None and softcap else []
         if unknown:
             raise CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
