@@ -30,7 +30,11 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", to
 """torch dtype → ours. Integers of the graph are token ids, positions and what is computed from them: 32 bits."""
 
 MAX_CONSTANT = 1 << 16
-"""Elements of the largest buffer that is written into the program itself. Larger ones are weights that no file has."""
+"""Elements of the largest buffer that is written into the program itself."""
+
+MAX_TABLE = 1 << 12
+"""The same of float buffers, which operators read, and backends write constants out as instructions. Larger ones are weights
+that no file has."""
 
 COMPUTED = "computed:"
 """What the names of such weights' tensors start with; the buffer's name follows."""
@@ -156,6 +160,8 @@ class _Walk:
         self.owned: Counter[str] = Counter()
         self.end = 0
         self.read: dict[str, ir.Value] = {}
+        self.shared: dict[tuple, ir.Value] = {}
+        """States of attention by the keys, values and window that they were made for."""
         self.tables: dict[str, torch.Tensor] = {}
 
     def run(self) -> None:
@@ -220,7 +226,7 @@ class _Walk:
 
     def _constant(self, constant: Constant) -> ir.Value:
         value = constant.value
-        if value.numel() > MAX_CONSTANT and constant.dtype == "f32" and constant.name in self.constants:
+        if value.numel() > MAX_TABLE and constant.dtype == "f32" and constant.name in self.constants:
             return self._table(constant)
         if value.is_meta or value.numel() > MAX_CONSTANT:
             size = "has no values on the meta device" if value.is_meta else f"has {value.numel()} elements"

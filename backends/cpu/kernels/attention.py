@@ -312,21 +312,21 @@ def slots_for(state: StateSpec, heads: int) -> int:
 
 def select(spec: OpSpec) -> Selection | None:
     """Every row is written before any is read, and every piece before any is merged: a kernel each. None for widths
-    that don't fill vectors."""
-    query, key, value, _, _, state, *_ = spec.operands
-    extras = {name: f"operand:{6 + i}" for i, name in enumerate(spec.attrs.get("extras", ()))}
-    distances = spec.operands[6 + [*extras].index("distances")].shape[2] if "distances" in extras else 0
-    assert isinstance(state, StateSpec)
-    width, value_width = key.shape[2], value.shape[2]
+    that don't fill vectors. A ``recall`` writes no rows."""
+    place = next(i for i, operand in enumerate(spec.operands) if isinstance(operand, StateSpec))
+    query, state = spec.operands[0], spec.operands[place]
+    extras = {name: f"operand:{place + 1 + i}" for i, name in enumerate(spec.attrs.get("extras", ()))}
+    distances = next((spec.operands[place + 1 + i].shape[2] for i, name in enumerate(extras) if name == "distances"), 0)
+    (_, kv_heads, width), (_, _, value_width) = state.parts
     sizes = (width, value_width, state.key_block)
     if any(size % COLUMNS for size in sizes) or (state.dtype, state.scale) not in KEPT.values():
         return None
     paging = {
-        "dtype": state.dtype, "kv_heads": key.shape[1], "max_pages": state.max_pages, "page_size": state.page_size,
+        "dtype": state.dtype, "kv_heads": kv_heads, "max_pages": state.max_pages, "page_size": state.page_size,
         "scale": state.scale, "value_width": value_width, "width": width,
     }  # fmt: skip
     division = {
-        "heads": query.shape[1], "kv_heads": key.shape[1], "sinks": "sinks" in extras,
+        "heads": query.shape[1], "kv_heads": kv_heads, "sinks": "sinks" in extras,
         "slots": slots_for(state, query.shape[1]), "span": SPAN_BLOCKS * state.key_block, "value_width": value_width,
         "window": int(spec.attrs.get("window", 0)),
     }  # fmt: skip
@@ -335,11 +335,12 @@ def select(spec: OpSpec) -> Selection | None:
         "slopes": "slopes" in extras, "distances": distances, "softcap": float(spec.attrs.get("softcap", 0.0)),
     }  # fmt: skip
     merge = division | {"width": width, "key_block": state.key_block}  # which decide the vectors
-    where, cache = ("operand:3", "operand:4"), ("state:5", "pages:5")
+    where, cache = (f"operand:{place - 2}", f"operand:{place - 1}"), (f"state:{place}", f"pages:{place}")
     slots = ["scratch:0"] if division["slots"] else []
     merged = [operand for name, operand in extras.items() if name == "sinks"]
+    appends = [("kv_append", paging, ("operand:1", "operand:2", *where, *cache))] if spec.op == "attention" else []
     uses = [
-        ("kv_append", paging, ("operand:1", "operand:2", *where, *cache)),
+        *appends,
         ("attend", attend, ("operand:0", *where, *cache, *extras.values(), *slots, "result:0")),
     ]
     if slots:
@@ -348,6 +349,6 @@ def select(spec: OpSpec) -> Selection | None:
     return Selection(tuple(kernels), (_pieces(division),) if division["slots"] else ())
 
 
-SELECT = {"attention": select}
+SELECT = dict.fromkeys(("attention", "recall"), select)
 
-NEEDS = {"attention": f"widths of keys and values that are multiples of {COLUMNS}"}
+NEEDS = dict.fromkeys(SELECT, f"widths of keys and values that are multiples of {COLUMNS}")
