@@ -14,7 +14,7 @@ Latent attention is the same over one part whose rows are keys of all heads, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
