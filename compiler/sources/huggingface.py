@@ -15,6 +15,7 @@ from adaptc.models.modules import MODULES
 from adaptc.sources import text
 from adaptc.sources.accounting import leaves
 from adaptc.sources.binding import FIRST, Binding
+from adaptc.sources.classes import causal_model
 from adaptc.sources.compressed import BYTES, PackedTensor, is_part, paired
 from adaptc.sources.conversion import ConvertedTensor, converted
 from adaptc.sources.derived import python_files
@@ -70,6 +71,7 @@ class HuggingFaceSource(Source):
             self._given = text_model(self._given)
         self._check_config()
         self._shards = self._list_shards()
+        self._module: Any = None
         self._stored: dict[str, SourceTensor] = {}
         self._headers: list[str] = []
         for shard, expected in self._shards.items():
@@ -80,15 +82,23 @@ class HuggingFaceSource(Source):
         """As transformers' classes have them: see ``conversion``."""
         if (kept := self.derived.get("tensors")) is not None:
             return {name: self._stored[stored] for name, stored in json.loads(kept).items()}
-        kinds = (*(self._given.get("architectures") or ()), self._given["model_type"])
         whole: Mapping[str, SourceTensor | PackedTensor] = paired(self._stored)
         if self._own:
-            kinds = (self._own.conversion,)
             whole = {name.removeprefix(self._own.prefix): tensor for name, tensor in whole.items()}
-        found = converted(whole, kinds)
+        found = converted(whole, self._module or self._bare())
         if all(isinstance(tensor, SourceTensor) for tensor in found.values()):  # else transformers moves the elements
             self.derived.put("tensors", json.dumps({name: tensor.name for name, tensor in found.items()}).encode())
         return found
+
+    def built(self, module: Any) -> None:
+        self._module = module
+
+    def _bare(self) -> Any:
+        """The module with nothing in it, of a model whose program is known."""
+        import torch
+
+        with torch.device("meta"):
+            return causal_model(self.config, self.trust_remote_code)
 
     @cached_property
     def config(self) -> Any:
