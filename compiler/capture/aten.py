@@ -739,17 +739,17 @@ def _request_length(w, positions):
 def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
     """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's. ``extras`` are
     operands of the row's by their ``names``. Keys and values that another attention has are kept once."""
-    if getattr(mask, "kind", None) not in ("causal", "sliding"):
+    if getattr(mask, "kind", None) not in ("causal", "sliding", "chunked"):
         kind = getattr(mask, "kind", "computed")
-        raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
+        raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window or chunks.")
     if window not in (0, mask.window):
         raise CaptureError(f"the attention is given a window of {window} and a mask with one of {mask.window}.")
     if "pairs" in names:
         raise CaptureError("it is given a bias for each pair of tokens, which adaptc's attention doesn't have.")
-    shared = (k, v, mask.window)
+    shared = (k, v, mask)
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
-    attrs = dict(scaling=scaling, window=mask.window, softcap=softcap, extras=tuple(names))
+    attrs = dict(scaling=scaling, window=mask.window, chunked=mask.kind == "chunked", softcap=softcap, extras=tuple(names))
     where, extras = (w.positions, w.requests), [w.value(x) for x in extras]
     if shared in w.shared:
         return w.b.reshape(w.b.recall(q, *where, w.shared[shared], *extras, **attrs), shape=w.shape)

@@ -328,7 +328,7 @@ def select(spec: OpSpec) -> Selection | None:
     division = {
         "heads": query.shape[1], "kv_heads": kv_heads, "sinks": "sinks" in extras,
         "slots": slots_for(state, query.shape[1]), "span": SPAN_BLOCKS * state.key_block, "value_width": value_width,
-        "window": int(spec.attrs.get("window", 0)),
+        "window": int(spec.attrs.get("window", 0)), "chunked": bool(spec.attrs.get("chunked", False)),
     }  # fmt: skip
     attend = paging | division | {
         "key_block": state.key_block, "scaling": float(spec.attrs["scaling"]),
