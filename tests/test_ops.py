@@ -67,6 +67,7 @@ def quantized(k: int) -> dict[int, Values]:
 
 CODES = (t("i8", "T", 64), f("T", 2), f("T", 4))
 KV = StateSpec((("k", 2, 8), ("v", 2, 6)), "f16", 0, 0, 0, 0)
+LATENT = StateSpec((("latent", 1, 8),), "f16", 0, 0, 0, 0)
 WHERE = (t("i32", "T"), t("i32", "T"))
 
 
@@ -139,6 +140,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "expert_linear": tuple(
         Sample((x, t("i32", "T", 2), f(6, 5, 8), *bias), given={1: lambda r, s: r.integers(0, 4, (s["T"], 2), np.int32)})
         for x, bias in ((f("T", 8), ()), (f("T", 2, 8), (f(6, 5),)))),
+    "head_linear": (Sample((f("T", 3, 8), f(20, 8)), {"start": 2, "step": 6, "rows": 4}),
+                    Sample((f("T", 3, 4), f(20, 8)), {"start": 2, "step": 6, "rows": 4, "transposed": True})),
     "quantize": (Sample((f("T", 64),), {"group": 32}),),
     "rope": (Sample((f("T", 3, 8), f("T", 8), f("T", 8))),
              *(Sample((f("T", 3, 12), f("T", table), f("T", table)), {"interleaved": pairs, "turned": turned})
@@ -151,6 +154,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                   Sample((*HEADS, KV, f("T", 4, 3)), {"scaling": 0.3, "extras": ("distances",)}, ATTENTION)),
     "recall": tuple(Sample((HEADS[0], *HEADS[3:], KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras},
                            {1: ATTENTION[3], 2: ATTENTION[4], 3: filled}) for extras in ((), ("sinks",))),
+    "latent_attention": (Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT), {"scaling": 0.3, "value_width": 6}, places(2)),),
     "convolve": tuple(Sample((f("T", 6), f(6, 4), *WHERE, StateSpec.fixed("window", 3, 6), *bias), given=places(2))
                       for bias in ((), (f(6),))),
     "recur": tuple(Sample((f("T", 2, k), f("T", 2, k), f("T", 2, v), f("T", 2, decays), *WHERE,
@@ -160,7 +164,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "running_max": (Sample((f("T", 6), f("T", 6), *WHERE, StateSpec.fixed("max", 1, 6)), given=places(2)),),
 }
 
-LEAVES = {"recall", "convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
+LEAVES = {"recall", "convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "quantize",
+          "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
           "pow"}
@@ -382,6 +387,12 @@ REFUSED = [
     ("quantize", (f("T", 33),), {"group": 32}, "33 columns don't divide"),
     ("quantize", (f(4, "T"),), {"group": 32}, "K static"),
     ("rope", (f("T", 2, 7), f("T", 7), f("T", 7)), {}, "expected an even number"),
+    ("head_linear", (f("T", 3, 8), f(20, 8)), {"step": 6, "rows": 9}, "aren't apart within 20 rows"),
+    ("head_linear", (f("T", 3, 8), f(20, 8)), {"start": 5, "step": 6, "rows": 4}, "aren't apart within 20 rows"),
+    ("head_linear", (f("T", 3, 8), f(20, 8)), {"step": 6, "rows": 4, "transposed": True}, "8 columns a head, its matrix takes 4"),
+    ("latent_attention", (f("T", 4, 8), f("T", 8), *HEADS[3:], KV), {"scaling": 1.0, "value_width": 6}, "rows of one part"),
+    ("latent_attention", (f("T", 4, 6), f("T", 8), *HEADS[3:], LATENT), {"scaling": 1.0, "value_width": 6}, "one head of D"),
+    ("latent_attention", (f("T", 4, 8), f("T", 8), *HEADS[3:], LATENT), {"scaling": 1.0, "value_width": 9}, "first 9 of 8"),
     ("attention", (*HEADS, f("T")), {"scaling": 1.0}, "operand 5 must be a state"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "window": 4}, "window 4, the state's is 0"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "chunked": True}, "chunked without a window"),

@@ -482,7 +482,20 @@ def _index(w, x, indices):
     given = [i for i, index in enumerate(indices) if index is not None]
     if len(given) != 1:
         raise CaptureError(f"it is indexed by {len(given)} tensors; expected one.")
-    return _reshape(w, _picked(w, x, given[0], _numbers(w, indices[given[0]])))
+    rows = _from_start(w, _numbers(w, indices[given[0]]), w.b.shape(x)[given[0]])
+    return _reshape(w, _picked(w, x, given[0], rows))
+
+
+def _from_start(w, rows: ir.Value, size: int | str) -> ir.Value:
+    """Numbers of slices, of which known ones below 0 count from the end of ``size``."""
+    known = _elements(rows)
+    if not (known < 0).any():
+        return rows
+    if isinstance(size, str):
+        raise CaptureError(f"it counts from the end of a dimension of {size}.")
+    (count,) = w.b.shape(rows)
+    numbers = [int(n) + size if n < 0 else int(n) for n in np.broadcast_to(known, count)]
+    return w.b.constant(value=numbers, shape=(count,), dtype="i32")
 
 
 def _index_select(w, x, dim, index):

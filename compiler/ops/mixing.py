@@ -225,6 +225,55 @@ def _attention_flops(attrs, operands, results):
 
 _ATTENTION = {"scaling": REQUIRED, "window": 0, "chunked": False, "softcap": 0.0, "extras": ()}
 
+
+def _infer_latent(attrs, operands):
+    query, row, positions, requests, state = operands
+    kinds = tuple(o.dtype for o in operands[:4])
+    expect(kinds == ("f32", "f32", "i32", "i32"), f"latent_attention: operands are {', '.join(kinds)}; expected query "
+                                                  "and row in f32, positions and requests in i32.")
+    expect(state.kind == "rows" and len(state.parts) == 1 and not state.window,
+           f"latent_attention: the state keeps {state.kind} of {state.parts} in a window of {state.window}; expected rows "
+           "of one part, and no window.")
+    (_, heads, width), = state.parts
+    expect(
+        len(query.shape) == 3 and row.shape == (query.shape[0], width) and query.shape[2] == width and heads == 1,
+        f"latent_attention: the query is {query.shape}, the row {row.shape}, the state keeps {state.parts}; expected "
+        "[T, H, D], [T, D] and one head of D.",
+    )
+    expect(
+        positions.shape == requests.shape == query.shape[:1],
+        f"latent_attention: positions are {positions.shape}, requests {requests.shape}; expected one a token, "
+        f"{query.shape[:1]}.",
+    )
+    values = attrs["value_width"]
+    expect(0 < values <= width, f"latent_attention: values are the first {values} of {width} columns.")
+    return (TensorSpec("f32", (*query.shape[:2], values)),)
+
+
+def _latent(attrs, query, row, positions, requests, state: RowState):
+    """softmax(query·rowsᵀ·scaling)·values, in float64: all heads share the rows that a token sees, and the first
+    ``value_width`` columns of a row are its value."""
+    places = list(enumerate(zip(positions.tolist(), requests.tolist())))
+    for t, (position, request) in places:
+        state.append(request, position, (row[t][None],))
+    result = np.empty((*query.shape[:2], attrs["value_width"]), np.float32)
+    for t, (position, request) in places:
+        try:
+            (rows,) = state.read(request, 0, position + 1)
+        except KeyError:
+            raise LegalityError(f"latent_attention: request {request} lacks rows for positions below {position}.") from None
+        rows = rows[:, 0].astype(np.float64)
+        scores = query[t].astype(np.float64) @ rows.T * attrs["scaling"]
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        result[t] = weights / weights.sum(-1, keepdims=True) @ rows[:, : attrs["value_width"]]
+    return (result,)
+
+
+def _latent_flops(attrs, operands, results):
+    tokens, heads, width = operands[0].shape
+    return scaled(size((tokens, heads, context_symbol(0), width + attrs["value_width"])), 2)
+
+
 ROWS = [
     OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, attrs={"interleaved": False, "turned": 0},
           factors="thd,td,td->the",
@@ -234,5 +283,7 @@ ROWS = [
           state=5),
     OpRow("recall", ("q", "positions", "requests", "state", "sinks?", "slopes?", "distances?"), _infer_recall, _recall,
           attrs=_ATTENTION, factors="thd,t,t,h,h,thn->the", cost=_attention_flops, state=3, appends=False),
+    OpRow("latent_attention", ("query", "row", "positions", "requests", "state"), _infer_latent, _latent,
+          attrs={"scaling": REQUIRED, "value_width": REQUIRED}, factors="thd,td,t,t->the", cost=_latent_flops, state=4),
 ]
 """``recall`` is attention over rows that another operator of the step appends: layers that share keys and values."""
