@@ -605,6 +605,43 @@ def test_a_value_of_fixed_size_is_there_for_the_lengths_that_a_step_may_start_fr
         step(2, 3, request=7)
 
 
+def chunks_of(name: str, arrays: list, state: StateSpec, cuts: list[int], **attrs) -> np.ndarray:
+    """Results of a stateful operator over one request cut at ``cuts``. ``arrays``: its operands, None for positions,
+    requests and the state."""
+    held, tokens, pieces = oracle_state(state), len(arrays[0]), []
+    for lo, hi in zip([0, *cuts], [*cuts, tokens]):
+        at = np.arange(lo, hi, dtype=np.int32)
+        own = iter((at, np.zeros_like(at), held))
+        given = [next(own) if a is None else a[lo:hi] if len(a) == tokens else a for a in arrays]
+        pieces += row(name).meaning(row(name).complete(attrs), *given)
+    return np.concatenate(pieces)
+
+
+def test_convolve_is_torchs_over_any_chunks():
+    rng = np.random.default_rng(0)
+    x, weight, bias = (rng.standard_normal(s).astype(np.float32) for s in ((9, 6), (6, 4), (6,)))
+    padded = torch.nn.functional.pad(torch.tensor(x).T[None], (3, 0))
+    wanted = torch.nn.functional.conv1d(padded, torch.tensor(weight)[:, None], torch.tensor(bias), groups=6)[0].T
+    for cuts in ([], [1, 2, 7], list(range(1, 9))):
+        got = chunks_of("convolve", [x, weight, None, None, None, bias], StateSpec.fixed("window", 3, 6), cuts)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_recur_is_transformers_gated_delta_rule_over_any_chunks():
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule as authors
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((9, 2, n)).astype(np.float32) for n in (8, 8, 6))
+    decay = -rng.random((9, 2)).astype(np.float32)
+    beta = rng.random((9, 2)).astype(np.float32)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    wanted = authors(*(torch.tensor(a)[None] for a in (q, k, v, decay, beta)))[0][0]
+    for cuts in ([], [1, 2, 7], list(range(1, 9))):
+        operands = [q / np.float32(8**0.5), k, v, decay[..., None], None, None, None, beta]
+        got = chunks_of("recur", operands, StateSpec.fixed("state", 2, 48), cuts)
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_sink_is_a_score_without_a_value():
     """Torch's softmax over the scores and the sink, whose column is then dropped (transformers' gpt-oss)."""
     rng = np.random.default_rng(0)

@@ -14,7 +14,7 @@ Latent attention is the same over one part whose rows are keys of all heads, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
@@ -318,39 +318,36 @@ def slots_for(state: StateSpec, heads: int) -> int:
     return max(heads * spans, SLOTS) if spans > 1 else 0
 
 
-def _sets(heads: int) -> int:
-    """How many sets query heads that share all keys are divided into, each of no more rows than a tile has."""
-    return next(sets for sets in range(1, heads + 1) if heads % sets == 0 and heads // sets <= TILE_ROWS)
-
-
 def select(spec: OpSpec) -> Selection | None:
     """Every row is written before any is read, and every piece before any is merged: a kernel each. None for widths
-    that don't fill vectors. Operands between the query and the positions are kept: keys and values, latent rows, or
-    none (``recall``)."""
+    that don't fill vectors. Between the queries and positions, requests and the state stand the rows that are kept,
+    none in a ``recall``. Where a state has one part, a value is the first columns of its row."""
     place = next(i for i, operand in enumerate(spec.operands) if isinstance(operand, StateSpec))
-    query, state, attrs = spec.operands[0], spec.operands[place], spec.attrs
-    extras = {name: f"operand:{place + 1 + i}" for i, name in enumerate(attrs.get("extras", ()))}
+    (_, heads, width), state = spec.operands[0].shape, spec.operands[place]
+    kept = [f"operand:{i}" for i in range(1, place - 2)]
+    extras = {name: f"operand:{place + 1 + i}" for i, name in enumerate(spec.attrs.get("extras", ()))}
     distances = next((spec.operands[place + 1 + i].shape[2] for i, name in enumerate(extras) if name == "distances"), 0)
-    (_, heads, width), kv_heads, latent = query.shape, state.parts[0][1], len(state.parts) == 1
-    value_width = int(attrs["value_width"]) if latent else state.parts[1][2]
-    sizes = (width, value_width, state.key_block)
-    if any(size % COLUMNS for size in sizes) or (state.dtype, state.scale) not in KEPT.values():
+    latent, kv_heads = len(state.parts) == 1, state.parts[0][1]
+    value_width = int(spec.attrs["value_width"]) if latent else state.parts[1][2]
+    if any(size % COLUMNS for size in (width, value_width, state.key_block)):
+        return None
+    if (state.dtype, state.scale) not in KEPT.values():
         return None
     paging = {
         "dtype": state.dtype, "kv_heads": kv_heads, "latent": latent, "max_pages": state.max_pages,
         "page_size": state.page_size, "scale": state.scale, "value_width": value_width, "width": width,
     }  # fmt: skip
     division = {
-        "chunked": bool(attrs.get("chunked", False)), "heads": heads, "sets": _sets(heads) if latent else kv_heads,
-        "sinks": "sinks" in extras, "slots": slots_for(state, heads), "span": SPAN_BLOCKS * state.key_block,
-        "value_width": value_width, "window": int(attrs.get("window", 0)),
+        "chunked": bool(spec.attrs.get("chunked", False)), "heads": heads,
+        "sets": _sets(heads) if latent else kv_heads, "sinks": "sinks" in extras,
+        "slots": slots_for(state, heads), "span": SPAN_BLOCKS * state.key_block, "value_width": value_width,
+        "window": int(spec.attrs.get("window", 0)),
     }  # fmt: skip
     attend = paging | division | {
-        "distances": distances, "key_block": state.key_block, "scaling": float(attrs["scaling"]),
-        "slopes": "slopes" in extras, "softcap": float(attrs.get("softcap", 0.0)),
+        "distances": distances, "key_block": state.key_block, "scaling": float(spec.attrs["scaling"]),
+        "slopes": "slopes" in extras, "softcap": float(spec.attrs.get("softcap", 0.0)),
     }  # fmt: skip
     merge = division | {"width": width, "key_block": state.key_block}  # which decide the vectors
-    kept = tuple(f"operand:{i}" for i in range(1, place - 2))
     where, cache = (f"operand:{place - 2}", f"operand:{place - 1}"), (f"state:{place}", f"pages:{place}")
     slots = ["scratch:0"] if division["slots"] else []
     merged = [operand for name, operand in extras.items() if name == "sinks"]
@@ -360,6 +357,11 @@ def select(spec: OpSpec) -> Selection | None:
         uses.append(("attend_merge", merge, (*where, *merged, *slots, "result:0")))
     kernels = (KernelUse(KernelSpec(family, tuple(sorted(params.items()))), args) for family, params, args in uses)
     return Selection(tuple(kernels), (_pieces(division),) if division["slots"] else ())
+
+
+def _sets(heads: int) -> int:
+    """How many sets query heads that share all keys are divided into, each of no more rows than a tile has."""
+    return next(sets for sets in range(1, heads + 1) if heads % sets == 0 and heads // sets <= TILE_ROWS)
 
 
 SELECT = dict.fromkeys(("attention", "recall", "latent_attention"), select)
