@@ -301,7 +301,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     source = open_described(path, setup.options.waive)
     spent: dict[str, float] = {}
     with _timed(spent, "capture"):
-        captured = capture(source, brief=True)
+        captured = capture(source)
     with _timed(spent, "fuse"):
         whole = lower_to(captured, "sharded").last.copy()
     kv = source.dtype.name if setup.options.kv == "auto" else setup.options.kv

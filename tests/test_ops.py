@@ -136,7 +136,9 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "attention": (Sample((*HEADS, KV), {"scaling": 0.3}, ATTENTION),
                   Sample((*HEADS, replace(KV, dtype="bf16", window=2)), {"scaling": 0.3, "window": 2, "softcap": 5.0},
                          ATTENTION),
-                  Sample((*HEADS, KV, f(4)), {"scaling": 0.3}, ATTENTION)),
+                  *(Sample((*HEADS, KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras}, ATTENTION)
+                    for extras in (("sinks",), ("slopes",), ("sinks", "slopes"))),
+                  Sample((*HEADS, KV, f("T", 4, 3)), {"scaling": 0.3, "extras": ("distances",)}, ATTENTION)),
     "convolve": tuple(Sample((f("T", 6), f(6, 4), *WHERE, StateSpec.fixed("window", 3, 6), *bias), given=places(2))
                       for bias in ((), (f(6),))),
     "recur": tuple(Sample((f("T", 2, k), f("T", 2, k), f("T", 2, v), f("T", 2, decays), *WHERE,
@@ -385,6 +387,12 @@ REFUSED = [
     ("recur", (f("T", 2, 4), f("T", 2, 4), f("T", 2, 3), f("T", 2, 4), *WHERE, StateSpec.fixed("state", 2, 12), f("T", 3)),
      {}, "beta is"),
     ("running_max", (f("T", 6), f("T", 1), *WHERE, StateSpec.fixed("max", 1, 6)), {}, "decay is"),
+    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0}, "got 7 operands"),
+    ("attention", (*HEADS, KV), {"scaling": 1.0, "extras": ("sinks",)}, r"with extras \['sinks'\]"),
+    ("attention", (*HEADS, KV, f(4), f(4)), {"scaling": 1.0, "extras": ("slopes", "sinks")}, "in this order"),
+    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0, "extras": ("slope",)}, "expected some of"),
+    ("attention", (*HEADS, KV, f(3)), {"scaling": 1.0, "extras": ("slopes",)}, r"slopes are f32\[3\]"),
+    ("attention", (*HEADS, KV, f(4, 3)), {"scaling": 1.0, "extras": ("distances",)}, r"distances are f32\[4, 3\]"),
 ]
 
 
@@ -537,6 +545,7 @@ def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(9, h, d)).astype(np.float32) * 2 for h, d in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     attrs = {"scaling": 0.4, "window": window, "softcap": softcap}
+    full = row("attention").complete(attrs)
     scale = "f32" if dtype == "i8" else ""
     spec = StateSpec((("k", kv_heads, 8), ("v", kv_heads, 6)), dtype, window, 0, 0, 0, scale)
 
@@ -545,7 +554,7 @@ def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window
         for lo, hi in zip([0, *cuts], [*cuts, 9]):
             places = np.arange(lo, hi, dtype=np.int32)
             chunk = (x[lo:hi] for x in (q, k, v))
-            pieces += row("attention").meaning(attrs, *chunk, places, np.zeros_like(places), state)
+            pieces += row("attention").meaning(full, *chunk, places, np.zeros_like(places), state)
         return np.concatenate(pieces)
 
     whole = run([])
@@ -578,14 +587,46 @@ def test_a_sink_is_a_score_without_a_value():
     q, k, v = (rng.standard_normal((5, h, 8)).astype(np.float32) for h in (4, 2, 2))
     sinks = rng.standard_normal(4).astype(np.float32)
     state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", 0, 0, 0, 0))
-    (got,) = row("attention").meaning({"scaling": 0.3, "window": 0, "softcap": 0.0}, q, k, v, np.arange(5),
-                                      np.zeros(5, int), state, sinks)
+    (got,) = row("attention").meaning(row("attention").complete({"scaling": 0.3, "extras": ("sinks",)}), q, k, v,
+                                      np.arange(5), np.zeros(5, int), state, sinks)
     wide = lambda x: torch.tensor(x).repeat_interleave(2, 1).transpose(0, 1).double()  # noqa: E731
     scores = torch.tensor(q).transpose(0, 1).double() @ wide(k).transpose(1, 2) * 0.3
     scores = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
     scores = torch.cat([scores, torch.tensor(sinks).double()[:, None, None].expand(4, 5, 1)], -1)
     want = (scores.softmax(-1)[..., :-1] @ wide(v)).transpose(0, 1)
     np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_a_slope_is_a_bias_by_distance():
+    """Torch's softmax over scores and ALiBi's bias, as its paper has it."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((5, h, 8)).astype(np.float32) for h in (4, 2, 2))
+    slopes = np.float32([0.5, 0.25, 0.125, 2.0])
+    state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", 0, 0, 0, 0))
+    (got,) = row("attention").meaning(row("attention").complete({"scaling": 0.3, "extras": ("slopes",)}), q, k, v,
+                                      np.arange(5), np.zeros(5, int), state, slopes)
+    wide = lambda x: torch.tensor(x).repeat_interleave(2, 1).transpose(0, 1).double()  # noqa: E731
+    scores = torch.tensor(q).transpose(0, 1).double() @ wide(k).transpose(1, 2) * 0.3
+    scores = scores + torch.tensor(slopes)[:, None, None] * torch.arange(5)
+    scores = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
+    np.testing.assert_allclose(got, (scores.softmax(-1) @ wide(v)).transpose(0, 1), atol=1e-6)
+
+
+def test_distances_are_a_bias_of_each_query():
+    """Inkling's relative position bias (transformers' ``InklingRelativeLogits``), over a window and without."""
+    rng = np.random.default_rng(0)
+    q, k, v, bias = (rng.standard_normal((5, h, d)).astype(np.float32) for h, d in ((2, 8), (2, 8), (2, 8), (2, 3)))
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    dense = torch.tensor(bias).transpose(0, 1).double().gather(-1, distance.clamp(0, 2).expand(2, 5, 5))
+    dense = dense.masked_fill((distance < 0) | (distance >= 3), 0.0)
+    for window in (0, 2):
+        state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", window, 0, 0, 0))
+        attrs = row("attention").complete({"scaling": 0.3, "extras": ("distances",), "window": window})
+        (got,) = row("attention").meaning(attrs, q, k, v, np.arange(5), np.zeros(5, int), state, bias)
+        scores = torch.tensor(q).transpose(0, 1).double() @ torch.tensor(k).permute(1, 2, 0).double() * 0.3 + dense
+        scores = scores.masked_fill((distance < 0) | (distance >= (window or 5)), -torch.inf)
+        want = (scores.softmax(-1) @ torch.tensor(v).transpose(0, 1).double()).transpose(0, 1)
+        np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_top_k_takes_the_lower_index_of_equal_elements():

@@ -650,18 +650,27 @@ class Mask:
     window: int
 
 
-def _mask(w, like, padding, kind, window):
+def _mask(w, like, padding, kind, window, blocks=None):
     if padding is not None and not _ones(padding):
         raise CaptureError("its mask keeps some tokens and not others by a rule that adaptc can't see; expected all.")
+    if blocks is not None:
+        raise CaptureError("its mask lets tokens of one block see each other (a prefix, or an image's tokens), later ones "
+                           "too; adaptc's attention is causal, with or without a sliding window.")
     return Mask(kind, window)
+
+
+def _constant(w, values, shape, dtype, device):
+    number = float if w.dtype.startswith("f") else int
+    return w.b.constant(value=[number(x) for x in values], shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):
     return w.b.reshape(w.b.gather_rows(w.lengths(), w.requests), shape=w.shape)
 
 
-def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
-    """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's."""
+def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
+    """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's. ``extras`` are
+    operands of the row's by their ``names``."""
     if getattr(mask, "kind", None) not in ("causal", "sliding"):
         kind = getattr(mask, "kind", "computed")
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
@@ -670,9 +679,8 @@ def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
     state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
-    extra = [] if sinks is None else [w.value(sinks)]
-    result = w.b.attention(q, k, v, w.positions, w.requests, state, *extra, scaling=scaling, window=mask.window,
-                           softcap=softcap)
+    result = w.b.attention(q, k, v, w.positions, w.requests, state, *map(w.value, extras), scaling=scaling,
+                           window=mask.window, softcap=softcap, extras=tuple(names))
     return w.b.reshape(result, shape=w.shape)
 
 
@@ -788,6 +796,7 @@ TABLE: dict[str, Rule] = {
     "aten.amax": _reduce("max"),
     "aten.amin": _reduce("min"),
     "aten.var": _var,
+    "aten.std": lambda w, *args, **kwargs: w.b.sqrt(_var(w, *args, **kwargs)),
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.layer_norm": _layer_norm,
@@ -806,4 +815,5 @@ TABLE: dict[str, Rule] = {
     "adaptc.convolve": _convolve,
     "adaptc.recur": _recur,
     "adaptc.running_max": _running_max,
+    "adaptc.constant": _constant,
 }

@@ -127,10 +127,12 @@ def _rope_down(b, a, x, cos, sin):
 
 
 def _infer_attention(attrs, operands):
-    q, k, v, positions, requests, state, *sinks = operands
-    for sink in sinks:
-        expect(sink.shape == q.shape[1:2] and sink.dtype == "f32",
-               f"attention: sinks are {sink.dtype}{list(sink.shape)}, expected f32, one a query head.")
+    q, k, v, positions, requests, state, *extras = operands
+    for name, extra in zip(attrs["extras"], extras):
+        own, what = ((extra.shape[2:], "[T, H, D]") if name == "distances" else ((), "one a query head"))
+        expect(extra.dtype == "f32" and extra.shape == (*(q.shape[:2] if own else q.shape[1:2]), *own)
+               and len(own) == (name == "distances"),
+               f"attention: {name} are {extra.dtype}{list(extra.shape)}, expected f32, {what}.")
     kinds = tuple(o.dtype for o in operands[:5])
     expect(
         kinds == ("f32", "f32", "f32", "i32", "i32"),
@@ -156,9 +158,11 @@ def _infer_attention(attrs, operands):
     return (TensorSpec("f32", (q.shape[0], q.shape[1], dv)),)
 
 
-def _attention(attrs, q, k, v, positions, requests, state: RowState, sinks=None):
-    """softmax(q·kᵀ·scaling [softcapped]) · v over the rows each token may see, in float64. A head's sink is one more
-    score, whose value is 0."""
+def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
+    """softmax(q·kᵀ·scaling [softcapped] [+ bias]) · v over the rows each token may see, in float64. The bias of a key
+    d positions before the query is -slope · d, by the head's slope (ALiBi, https://arxiv.org/abs/2108.12409), and the
+    query's own distances[d], where it has so many. A head's sink is one more score, whose value is 0."""
+    given = dict(zip(attrs["extras"], extras))
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         state.append(request, position, (k[t], v[t]))
     groups = q.shape[1] // k.shape[1]
@@ -173,8 +177,15 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, sinks=None)
         scores = np.einsum("hgd,phd->hgp", query, keys.astype(np.float64)) * attrs["scaling"]
         if attrs["softcap"]:
             scores = attrs["softcap"] * np.tanh(scores / attrs["softcap"])
-        if sinks is not None:
-            scores = np.concatenate([scores, sinks.reshape(k.shape[1], groups, 1).astype(np.float64)], -1)
+        if "slopes" in given:
+            behind = np.arange(lo, position + 1) - position
+            scores = scores + given["slopes"].reshape(k.shape[1], groups, 1).astype(np.float64) * behind
+        if "distances" in given:
+            near = given["distances"][t].astype(np.float64)
+            near = np.pad(near, ((0, 0), (0, max(0, position + 1 - lo - near.shape[1]))))[:, position - lo :: -1]
+            scores = scores + near.reshape(scores.shape)
+        if "sinks" in given:
+            scores = np.concatenate([scores, given["sinks"].reshape(k.shape[1], groups, 1).astype(np.float64)], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         weights = weights[..., : position + 1 - lo]
@@ -192,7 +203,9 @@ ROWS = [
     OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, attrs={"interleaved": False, "turned": 0},
           factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
-    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?"), _infer_attention, _attention,
-          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0}, factors="thd,thd,the,t,t,h->the",
+    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?", "distances?"), _infer_attention,
+          _attention,
+          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}, 
+          factors="thd,thd,the,t,t,h,h,thn->the",
           cost=_attention_flops, state=5),
 ]
