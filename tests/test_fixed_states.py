@@ -18,7 +18,7 @@ from adaptc.options import CompileOptions
 from adaptc.passes.pipeline import lower_to
 from adaptc.plan import CacheGroup, Plan
 from adaptc.planner.emit import emit_plan
-from adaptc.planner.sizes import cache_bytes
+from adaptc.planner.sizes import cache_bytes, fixed_bytes
 from adaptc.runtime.engine import Engine, group_pages
 from adaptc.runtime.sampler import Sampling
 from cpu_kernel import LEVEL, aligned
@@ -165,6 +165,7 @@ def test_the_plan_has_one_group_of_slots(made):
     assert tables == {"pages:fixed": ("R", 2), "pages:full": ("R", 4)}
     assert Plan.from_json(plan.to_json()) == plan
     assert cache_bytes(lowered, 8) == (256, 8 * 256 + 256 + 128 + 1024)
+    assert fixed_bytes(lowered) == {"window": 256, "state": 1024, "max": 128}
     (recur,) = (o for o in plan.operators() if o.op == "recur")
     assert recur.traffic["R"] == 2 * 1024 and recur.flops == {"T": 7 * 4 * 8 * 8}
 
