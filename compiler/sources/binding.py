@@ -20,7 +20,6 @@ _RULES: dict[str, Callable[[int, int], np.ndarray]] = {
 """Row permutations by name: (rows, argument) → the stored row that each of the parameter's rows is.
 
 first: the first ``count`` stored rows; zeros follow them.
-
 rope_halves: within each of ``heads`` heads, stored rows alternate between the two rotary halves
 (llama.cpp convert_hf_to_gguf.py, LlamaModel.permute); the parameter holds one half after the other."""
 
@@ -51,6 +50,8 @@ class Binding:
 
 
 FIRST = "first"
+"""The rule that leaves the rest of a tensor out, which then must be zeros (``Source.load``)."""
+
 TRANSPOSE = "transpose"
 """The rule that isn't a permutation of rows: the tensor's last two axes are exchanged."""
 
