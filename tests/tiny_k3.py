@@ -118,8 +118,9 @@ def _tensors(c: dict[str, Any], random: np.random.Generator) -> Iterator[tuple[s
 
     def packed(rows: int, columns: int) -> dict[str, torch.Tensor]:
         middle = round(np.log2(0.5 * min(columns, 64) ** -0.5))
-        return {"weight_packed": torch.from_numpy(random.integers(0, 256, (rows, columns // 2), np.uint8)),
-                "weight_scale": torch.from_numpy(random.integers(126 + middle, 129 + middle, (rows, columns // 32), np.uint8))}
+        codes = random.integers(0, 256, (rows, columns // 2), np.uint8)
+        scales = random.integers(126 + middle, 129 + middle, (rows, columns // 32), np.uint8)
+        return {"weight_packed": torch.from_numpy(codes), "weight_scale": torch.from_numpy(scales)}
 
     hidden, linear, heads = c["hidden_size"], c["linear_attn_config"], c["num_attention_heads"]
     width, inner = linear["head_dim"], linear["num_heads"] * linear["head_dim"]

@@ -32,7 +32,8 @@ def alike(module: torch.nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     first: dict[tuple, str] = {}
     for path, layers in module.named_modules():
-        if not isinstance(layers, torch.nn.ModuleList) or any(path.startswith(f"{part}.") for part in (*found, *first.values())):
+        inside = any(path.startswith(f"{part}.") for part in (*found, *first.values()))
+        if inside or not isinstance(layers, torch.nn.ModuleList):
             continue
         for i, layer in enumerate(layers):
             for name, part in layer.named_children():
@@ -98,8 +99,8 @@ class _Record(TorchDispatchMode):
     def _leaving(self, path: str) -> Callable:
         def hook(_part: Any, args: Any, kwargs: Any, output: Any) -> None:
             x = _given((args, kwargs))
-            fits = isinstance(output, torch.Tensor) and x is not None and (output.shape, output.dtype) == (x.shape, x.dtype)
-            once = fits and path not in self.done
+            once = isinstance(output, torch.Tensor) and x is not None and path not in self.done
+            once = once and (output.shape, output.dtype) == (x.shape, x.dtype)
             self.done[path] = (tuple(self._calls), self._operand(output)) if once else None
             self._now = ""
 
@@ -232,10 +233,9 @@ class _PutBack:
 
     def _in_order(self) -> None:
         """Weights and states stand where they are first read, as in a trace of everything."""
-        names = {id_of(op): name for name, op in self.gets.items()}
-        read = [names[id_of(owner)] for op in self.block.operations for value in op.operation.operands
-                if isinstance(owner := getattr(value.owner, "operation", value.owner), ir.Operation) and id_of(owner) in names]
-        order = list(dict.fromkeys(read))
+        names = {op.results[0]: name for name, op in self.gets.items()}
+        read = (names.get(value) for op in self.block.operations for value in op.operation.operands)
+        order = list(dict.fromkeys(filter(None, read)))
         for places in (self.gets, self.declared):
             mine = [places[name] for name in order if name in places]
             for before, op in zip(mine, mine[1:]):
