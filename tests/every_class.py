@@ -124,9 +124,9 @@ def generated(model, tokens: Sequence[int]) -> np.ndarray:
 
 def served(artifact: Path, tokens: Sequence[int], other: Sequence[int]) -> tuple[np.ndarray, list[str]]:
     """Logits of a prompt and steps, beside another request; and the ways that gave other bits."""
-    import adaptc
+    from adaptc.runtime.session import load
 
-    with adaptc.load(artifact, threads=1) as session:
+    with load(artifact, threads=1, snapshot_tokens=PAGE) as session:
         whole = session.score(tokens)
         ways = {"single tokens": session.score(tokens, chunk=1), "chunks": session.score(tokens, chunk=5)}
         engine, rows = session.engine, [np.full_like(whole, np.nan), np.full((len(other), whole.shape[1]), np.nan, np.float32)]
@@ -135,6 +135,8 @@ def served(artifact: Path, tokens: Sequence[int], other: Sequence[int]) -> tuple
         while engine.active:
             engine.step()
         ways["a batch"] = rows[0]
+        found = [*whole[:PROMPT], *session.score(tokens, start=PROMPT)]
+        ways["a prefix found again"] = found if session.statistics.hit_tokens else None
     return whole, [way for way, got in ways.items() if not np.array_equal(got, whole)]
 
 
