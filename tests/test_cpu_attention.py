@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,11 +29,11 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     return x.astype(STORED[dtype]).astype(np.float32)
 
 
-def formula(q, k, v, positions, scaling, window, softcap):
+def formula(q, k, v, positions, scaling, window, softcap, chunked=False):
     """softmax(q·kᵀ) v of one request in float64: q [t,H,D] at ``positions``, k [P,Hkv,D], v [P,Hkv,Dv]."""
     out = np.empty((*q.shape[:2], v.shape[2]))
     for t, p in enumerate(positions):
-        lo = max(0, p - window + 1) if window else 0
+        lo = p // window * window if chunked else max(0, p - window + 1) if window else 0
         for h in range(q.shape[1]):
             kv = h // (q.shape[1] // k.shape[1])
             s = k[lo : p + 1, kv].astype(np.float64) @ q[t, h].astype(np.float64) * scaling
@@ -46,7 +47,7 @@ class Cache:
     """Pools of NaN, in which requests get pages in random order; feeds steps to the kernels."""
 
     def __init__(self, heads=4, kv_heads=2, width=16, value_width=16, dtype="f16", window=0, softcap=0.0, page_size=8,
-                 key_block=16, lengths=(40,), seed=0, scale=1.0, level=None):
+                 key_block=16, lengths=(40,), seed=0, scale=1.0, level=None, chunked=False):
         rng = np.random.default_rng(seed)
         self.lengths, self.dtype, self.level = lengths, dtype, level
         self.data = [
@@ -56,7 +57,7 @@ class Cache:
             )
             for n in lengths
         ]
-        self.scaling, self.window, self.softcap = width**-0.5, window, softcap
+        self.scaling, self.window, self.softcap, self.chunked = width**-0.5, window, softcap, chunked
         needed = [-(-n // page_size) for n in lengths]
         max_pages = max(needed) + 2
         page = kv_heads * page_size * (width + value_width + (8 if dtype == "i8" else 0))
@@ -72,14 +73,17 @@ class Cache:
             "attention",
             (*(TensorSpec("f32", ("T", *s)) for s in shapes), *(TensorSpec("i32", ("T",)),) * 2, state),
             (TensorSpec("f32", ("T", heads, value_width)),),
-            {"scaling": self.scaling, "window": window, "softcap": softcap},
+            {"scaling": self.scaling, "window": window, "softcap": softcap, "chunked": chunked},
         )
         self.page_size = page_size
+
+    def operands(self, rows):
+        return [np.stack([self.data[r][i][p] for r, p in rows]) for i in range(3)]
 
     def step(self, rows, threads=1, rename=None):
         """One step over ``rows``: (request, position) of each token. ``rename`` maps requests to block table rows."""
         rename = rename or {r: r for r in range(len(self.lengths))}
-        parts = [np.stack([self.data[r][i][p] for r, p in rows]) for i in range(3)]
+        parts = self.operands(rows)
         where = np.array([p for _, p in rows], np.int32), np.array([rename[r] for r, _ in rows], np.int32)
         inverse = {new: old for old, new in rename.items()}
         table = np.ascontiguousarray(self.table[[inverse[i] for i in range(len(inverse))]])
@@ -89,7 +93,7 @@ class Cache:
     def expected(self, request, positions):
         q, k, v = self.data[request]
         return formula(q[positions], rounded(k, self.dtype), rounded(v, self.dtype), positions, self.scaling,
-                       self.window, self.softcap)
+                       self.window, self.softcap, self.chunked)
 
     def drop(self, request, below):
         """Overwrites with NaN the rows of positions under ``below``, as a page that was given back and reused; whole
@@ -341,6 +345,16 @@ def test_widths_that_do_not_fill_vectors_are_declined():
     assert "multiples of 4" in attention.NEEDS["attention"]
 
 
+@pytest.mark.parametrize("chunk, page_size", [(7, 3), (16, 8)])
+def test_chunks(chunk, page_size):
+    """A token sees its own chunk's, from its first on; cut otherwise it has the same bits."""
+    cache = Cache(window=chunk, chunked=True, page_size=page_size, lengths=(60, 33))
+    rows = everything(cache)
+    whole = cache.step(rows, 3)
+    check(cache, whole, rows)
+    assert np.array_equal(cache.step(rows[20:31]), whole[20:31])
+
+
 @pytest.mark.parametrize("window, tokens", [(0, 23), (5, 23), (0, 280)])
 def test_sinks(window, tokens):
     """A head's sink takes its share of the softmax; chunked, alone and shared by threads it gives the same bits."""
@@ -374,8 +388,8 @@ def test_sinks(window, tokens):
 
 
 @pytest.mark.parametrize("window, tokens, dtype, extras", [
-    (0, 23, "f16", ("slopes",)), (5, 23, "i8", ("slopes",)), (0, 280, "f32", ("sinks", "slopes")),
-    (0, 60, "f32", ("distances",)), (9, 33, "f16", ("slopes", "distances"))])
+    (5, 23, "i8", ("slopes",)), (0, 280, "f32", ("sinks", "slopes")), (0, 60, "f32", ("distances",)),
+    (9, 33, "f16", ("slopes", "distances"))])
 def test_biases_by_distance(window, tokens, dtype, extras):
     """A head's scores fall with distance by its slope, or each query has a bias for the 21 last keys; chunked, alone and
     shared by threads it gives the same bits."""
@@ -411,3 +425,56 @@ def test_biases_by_distance(window, tokens, dtype, extras):
     assert np.array_equal(step(list(range(tokens)), 3), whole)
     for p in range(0, tokens, 9):
         assert np.array_equal(step([p])[0], whole[p]) and np.array_equal(step([p], 4)[0], whole[p])
+
+
+def test_recall_reads_what_attention_has_appended():
+    """Layers that share keys and values: the other queries of a step over its rows, bit for bit as by attention."""
+    cache = Cache(lengths=(45,), window=9, page_size=3)
+    rows = everything(cache)
+    whole = cache.step(rows)
+    q, *_, positions, requests, state = cache.spec.operands
+    spec = OpSpec("recall", (q, positions, requests, state), cache.spec.results, cache.spec.attrs)
+    assert [u.kernel.family for u in attention.SELECT["recall"](spec).uses] == ["attend"]
+    where = np.arange(45, dtype=np.int32), np.zeros(45, np.int32)
+    again = run(attention, spec, (cache.data[0][0], *where, (cache.pool, cache.table)), (45, 1, 1), 3)[0]
+    assert np.array_equal(again, whole)
+
+
+class Latent(Cache):
+    """One row a token, which is the key of all heads, and its first columns their value."""
+
+    def __init__(self, heads, width, value_width, dtype="f16", **options):
+        super().__init__(heads, 1, width, value_width, dtype, **options)
+        state = replace(self.spec.operands[5], parts=(("latent", 1, width),))
+        page = state.page_size * (width + (4 if dtype == "i8" else 0))
+        self.pool = np.full((len(self.pool), page), NAN[dtype], STORED[dtype])
+        query, _, _, *where, _ = self.spec.operands
+        row = TensorSpec("f32", ("T", width))
+        attrs = {"scaling": self.scaling, "value_width": value_width}
+        self.spec = OpSpec("latent_attention", (query, row, *where, state), self.spec.results, attrs)
+
+    def operands(self, rows):
+        query, row, _ = super().operands(rows)
+        return query, row[:, 0]
+
+    def expected(self, request, positions):
+        q, k, _ = self.data[request]
+        kept = rounded(k, self.dtype)
+        return formula(q[positions], kept, kept[..., : self.spec.attrs["value_width"]], positions, self.scaling, 0, 0.0)
+
+
+@pytest.mark.parametrize("heads, width, value_width, page_size, dtype", [
+    (40, 24, 16, 3, "bf16"), (4, 40, 32, 16, "i8")])  # fmt: skip
+def test_latent_rows_are_keys_and_values(heads, width, value_width, page_size, dtype):
+    """Contexts of several spans, heads in several sets: the same bits in chunks, token by token, in a batch and whatever
+    the threads."""
+    make = lambda: Latent(heads, width, value_width, dtype, page_size=page_size, key_block=8, lengths=(90, 9))
+    rows, whole = everything(make()), make()
+    want = dict(zip(rows, whole.step(rows)))
+    check(whole, np.stack([want[row] for row in rows]), rows)
+    cache = make()
+    for start, threads in ((0, 1), (40, 3), (80, 2)):
+        part = [(r, p) for r, n in enumerate(cache.lengths) for p in range(start, min(start + 40, n))]
+        assert all(np.array_equal(a, want[key]) for a, key in zip(cache.step(part, threads), part))
+    for step, threads in (([(0, 89)], 1), ([(0, 89)], 7), ([(1, 8), (0, 88), (0, 89)], 3)):
+        assert all(np.array_equal(a, want[key]) for a, key in zip(cache.step(step, threads), step))

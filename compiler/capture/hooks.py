@@ -2,7 +2,8 @@
 
     adaptc::mask(like[1,T,D], padding, kind, window, blocks[1,T]) -> [1,1,T,T]    stands for a mask, which is never computed
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, extras, names, scaling, window, softcap) -> [1,T,H,Dv]
-        ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order
+        ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order; and a last one,
+        "pairs" [1,H,T,T], which is added to scores, until ``capture.attention`` has raised it to one of these
     adaptc::constant(values, shape, dtype, device) -> shape    numbers that Python has
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from adaptc.capture import recurrence
 from adaptc.capture.loops import ExpertLoops
+from adaptc.capture.problems import Problems
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
@@ -43,6 +45,9 @@ WIDTHS = {"sliding": "sliding_window", "chunked": "attention_chunk_size", "bidir
 MASK_INPUTS = ("config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids", "layer_idx",
                "allow_is_causal_skip", "allow_is_bidirectional_skip", "block_sequence_ids")
 """What may be given to a mask builder: what else it takes may change which keys a token sees."""
+
+PAIRS = "pairs"
+"""Name of the operand of ``adaptc::attention`` that holds a bias for every pair of tokens."""
 
 IGNORED = ("position_ids", "cache_position", "use_cache", "cache", "past_key_values", "output_attentions",
            "output_hidden_states", "return_dict", "logits_to_keep")
@@ -89,7 +94,7 @@ def _expert_linear_shape(x, experts, weight, bias, transposed):
 
 
 @contextmanager
-def installed(module: torch.nn.Module) -> Iterator[None]:
+def installed(module: torch.nn.Module, problems: Problems) -> Iterator[None]:
     """Traces of ``module`` within the block contain our operators; afterwards everything is as before."""
     from transformers import masking_utils
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -101,12 +106,12 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(recurrence.installed(module))
         functions = ALL_ATTENTION_FUNCTIONS._local_mapping
-        stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names)}))
+        stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names, problems)}))
         experts = ALL_EXPERTS_FUNCTIONS._local_mapping
         stack.enter_context(mock.patch.dict(experts, {IMPLEMENTATION: _experts}))
         for name, kind in MASKS.items():
             for place in _holders(name, getattr(masking_utils, name)):
-                stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind)}))
+                stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind, problems)}))
         module.set_attn_implementation(IMPLEMENTATION)
         stack.callback(module.set_attn_implementation, before)
         device = next(module.parameters()).device
@@ -143,18 +148,6 @@ def _tensor(original: Callable, device_of_module: torch.device) -> Callable:
     return tensor
 
 
-def _with_loops(forward: Callable) -> Callable:
-    """``forward`` with loops over experts as what they compute. The mode is entered here, above torch.export's own, which
-    would look into indices first."""
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with ExpertLoops():
-            return forward(*args, **kwargs)
-
-    return run
-
-
 def _numbers(data: Any) -> list | None:
     """The numbers in lists of lists, in order; None if there is anything else."""
     if isinstance(data, (bool, int, float)):
@@ -176,6 +169,18 @@ class _ListsInIndices(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def _with_loops(forward: Callable) -> Callable:
+    """``forward`` with loops over experts as what they compute. The mode is entered here, above torch.export's own, which
+    would look into indices first."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExpertLoops():
+            return forward(*args, **kwargs)
+
+    return run
+
+
 _EXPERTS = "_experts_implementation_internal"
 """Where a configuration keeps which implementation its experts use; ``set_experts_implementation`` also asks whether
 the class's source mentions the decorator, which says nothing for classes of other files."""
@@ -186,7 +191,7 @@ def _holders(name: str, function: Callable) -> list[dict]:
     return [vars(m) for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
 
 
-def _mask(original: Callable, kind: str) -> Callable:
+def _mask(original: Callable, kind: str, problems: Problems) -> Callable:
     @functools.wraps(original)
     def marker(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -194,33 +199,35 @@ def _mask(original: Callable, kind: str) -> Callable:
         config = given["config"]
         changed = [key for key, value in given.items() if value is not None and key not in MASK_INPUTS]
         if changed:
-            raise CaptureError(
+            problems.add(CaptureError(
                 f"{original.__name__} of a {config.model_type} model is given {', '.join(changed)}, a mask that adaptc "
                 "has no operator for; it captures causal and sliding-window attention."
-            )
+            ))
         causal = getattr(config, "is_causal", True)
         width = getattr(config, WIDTHS[kind]) if kind in WIDTHS else 0
         padding = given.get("attention_mask")
         if padding is not None and (not isinstance(padding, torch.Tensor) or padding.ndim != 2):
-            raise CaptureError(f"{original.__name__} of a {config.model_type} model is given a mask that isn't a row of "
-                               "tokens to keep, which adaptc has no operator for.")
+            problems.add(CaptureError(f"{original.__name__} of a {config.model_type} model is given a mask that isn't a row "
+                                      "of tokens to keep, which adaptc has no operator for."))
+            padding = None
         return torch.ops.adaptc.mask(given["inputs_embeds"], padding, kind if causal else "bidirectional",
                                      int(width or 0), given.get("block_sequence_ids"))
 
     return marker
 
 
-def _attention(names: dict[int, str]) -> Callable:
+def _attention(names: dict[int, str], problems: Problems) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, s_aux=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, position_bias=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
+        unknown += ["position_bias beside softcap"] if position_bias is not None and softcap else []
         if unknown:
-            raise CaptureError(
+            problems.add(CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
-                "attention operator doesn't have; it has scaling, sliding_window, softcap and s_aux."
-            )
+                "attention operator doesn't have; it has scaling, sliding_window, softcap, s_aux and position_bias."
+            ))
         if attention_mask is None:
             raise CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given no mask, so that what a token sees "
@@ -228,7 +235,7 @@ def _attention(names: dict[int, str]) -> Callable:
             )
         width = query.shape[-1]
         scaling = width**-0.5 if scaling is None else scaling
-        extras = {"sinks": s_aux} if s_aux is not None else {}
+        extras = {name: x for name, x in (("sinks", s_aux), (PAIRS, position_bias)) if x is not None}
         return (
             torch.ops.adaptc.attention(query, key, value, attention_mask, [*extras.values()], [*extras], float(scaling),
                                        int(sliding_window or 0), float(softcap or 0.0)),
