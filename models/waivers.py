@@ -76,6 +76,7 @@ CONFIG: Mapping[str, str] = {
     "bailing_hybrid:first_k_dense_replace": "says what mlp_layer_types lists",
     "bailing_hybrid:layer_group_size": "says what layer_types lists",
     "granitemoehybrid:rope_parameters.*": "of a model with rope, which reads it if position_embedding_type says so",
+    "lfm2:full_attn_idxs": "says what layer_types lists",
     "nemotron_h:mtp_layers_block_type": "layers that guess further tokens, which aren't part of the model's own forward",
     "nemotron_h:time_step_limit": "a bound of time steps in the authors' first code; transformers' class has time_step_min",
     "zamba:attn_layer_offset": "says what layers_block_type lists",
