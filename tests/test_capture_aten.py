@@ -87,7 +87,7 @@ def test_operators_mean_what_torchs_do(name):
 
 
 @pytest.mark.parametrize("function, words", [
-    (lambda m, x: x * (~torch.arange(32)), "complements the bits of i32"),
+    (lambda m, x: x * (~torch.arange(32)), "works on the bits of i32"),
     (lambda m, x: x.scatter(-1, x.topk(32)[1], x * 2), "writes a tensor's elements at chosen places"),
 ])  # fmt: skip
 def test_what_has_another_meaning_is_refused(function, words):
