@@ -127,7 +127,8 @@ def randomise(model) -> None:
     import torch
 
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+        biases = ((name, buffer) for name, buffer in persistent_buffers(model) if buffer.ndim <= 1)
+        for name, tensor in [*model.named_parameters(), *biases]:  # other buffers are tables that constructors compute
             if not tensor.is_floating_point():
                 continue
             vector = tensor.ndim <= 1 or name.endswith("bias")

@@ -151,8 +151,8 @@ def _log1p(w, x):
     u = w.b.add(x, one)
     lost = w.b.compare(u, one, predicate="eq")
     exact = w.b.mul(w.b.log(u), w.b.div(x, w.b.select(lost, one, w.b.sub(u, one))))
-    infinite = w.b.compare(u, x, predicate="eq")  # of a large x the log itself is right, of an infinite one the quotient isn't
-    return w.b.select(lost, x, w.b.select(infinite, w.b.log(u), exact))
+    large = w.b.compare(u, x, predicate="eq")  # the log itself is right, and the quotient of infinities isn't a number
+    return w.b.select(lost, x, w.b.select(large, w.b.log(u), exact))
 
 
 def _softplus(w, x, beta=1, threshold=20):
@@ -375,6 +375,13 @@ def _stack(w, tensors, dim=0):
     axis = dim % len(w.shape)
     shape = w.shape[:axis] + (1,) + w.shape[axis + 1 :]
     return w.b.concat(*(w.b.reshape(w.value(x), shape=shape) for x in tensors), axis=axis)
+
+
+def _flip(w, x, dims):
+    for dim in dims:
+        size = _static(w, x, dim)
+        x = _picked(w, x, dim, w.b.constant(value=list(reversed(range(size))), shape=(size,), dtype="i32"))
+    return x
 
 
 def _copy(w, x, y, *_):
@@ -652,10 +659,25 @@ def _linear(w, x, weight, bias=None):
     return product if bias is None else w.b.add(product, bias)
 
 
+def _swapped(w, x):
+    rank = w.b.rank(x)
+    return w.b.transpose(x, perm=(*range(rank - 2), rank - 1, rank - 2))
+
+
+def _times(w, x, y):
+    """x[..., K], y[N, K] → [..., N]."""
+    flat = w.flat(x) if _is_weight(y) else None
+    if flat is None:
+        return w.b.dot_general(x, w.value(y), contract_x=(w.b.rank(x) - 1,), contract_y=(1,))
+    return w.b.reshape(w.b.linear(flat, y), shape=(*w.b.shape(x)[:-1], w.b.shape(y)[0]))
+
+
 def _matmul(w, x, y):
     xs, ys = w.b.shape(x), w.b.shape(y)
     if len(ys) == 2 and _is_weight(y) and w.flat(x) is not None:
         return _linear(w, x, w.b.transpose(y, perm=(1, 0)))
+    if len(xs) == 2 < len(ys):
+        return _swapped(w, _times(w, _swapped(w, y), x))
     if min(len(xs), len(ys)) < 2:
         raise CaptureError(f"it multiplies {xs} by {ys}; expected matrices.")
     if xs[-1] == 1:
@@ -706,8 +728,8 @@ def _mask(w, like, padding, kind, window, blocks=None):
 
 
 def _constant(w, values, shape, dtype, device):
-    number = float if w.dtype.startswith("f") else int
-    return w.b.constant(value=[number(x) for x in values], shape=w.shape, dtype=w.dtype)
+    numbers = [float(x) if w.dtype.startswith("f") else int(x) for x in values]
+    return w.b.constant(value=numbers if w.shape else numbers[0], shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):
@@ -716,18 +738,23 @@ def _request_length(w, positions):
 
 def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
     """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's. ``extras`` are
-    operands of the row's by their ``names``."""
+    operands of the row's by their ``names``. Keys and values that another attention has are kept once."""
     if getattr(mask, "kind", None) not in ("causal", "sliding"):
         kind = getattr(mask, "kind", "computed")
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
     if window not in (0, mask.window):
         raise CaptureError(f"the attention is given a window of {window} and a mask with one of {mask.window}.")
+    if "pairs" in names:
+        raise CaptureError("it is given a bias for each pair of tokens, which adaptc's attention doesn't have.")
+    shared = (k, v, mask.window)
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
-    state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
-    result = w.b.attention(q, k, v, w.positions, w.requests, state, *map(w.value, extras), scaling=scaling,
-                           window=mask.window, softcap=softcap, extras=tuple(names))
-    return w.b.reshape(result, shape=w.shape)
+    attrs = dict(scaling=scaling, window=mask.window, softcap=softcap, extras=tuple(names))
+    where, extras = (w.positions, w.requests), [w.value(x) for x in extras]
+    if shared in w.shared:
+        return w.b.reshape(w.b.recall(q, *where, w.shared[shared], *extras, **attrs), shape=w.shape)
+    w.shared[shared] = state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
+    return w.b.reshape(w.b.attention(q, k, v, *where, state, *extras, **attrs), shape=w.shape)
 
 
 def _rows(w, x):
@@ -768,6 +795,13 @@ def _running_max(w, x, decay):
     state = w.state(StateSpec.fixed("max", 1, w.b.shape(x)[2]))
     return _reshape(w, w.b.running_max(_of_tokens(w, x), _of_tokens(w, decay), w.positions, w.requests, state))
 
+
+FLATTENED = frozenset(f"aten.{name}" for name in (
+    "neg abs exp log sqrt rsqrt reciprocal tanh erf sigmoid silu gelu relu square log1p softplus clamp clamp_min add sub mul "
+    "div rsub pow maximum minimum eq ne lt le gt ge where masked_fill contiguous clone detach alias to _to_copy type_as "
+    "float dropout view reshape _unsafe_view unsqueeze flatten mean sum amax amin var rms_norm layer_norm linear").split())
+"""Operators that may have an operand [c·T, ...], rows of tokens and, say, heads as one dimension: it is held as
+[T, c, ...], in which nothing but shapes and dimensions counted from the last one mean the same."""
 
 SKIPPED = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
            "aten.sym_constrain_range_for_size", "aten._assert_async")
@@ -835,6 +869,7 @@ TABLE: dict[str, Rule] = {
     "aten.split_with_sizes": _split,
     "aten.chunk": _chunk,
     "aten.unbind": _unbind,
+    "aten.flip": _flip,
     "getitem": lambda w, values, index: operator.getitem(values, index),
     "aten.cat": _cat,
     "aten.stack": _stack,
@@ -848,8 +883,8 @@ TABLE: dict[str, Rule] = {
     "aten.amax": _reduce("max"),
     "aten.amin": _reduce("min"),
     "aten.var": _var,
-    "aten.linalg_vector_norm": _vector_norm,
     "aten.std": lambda w, *args, **kwargs: w.b.sqrt(_var(w, *args, **kwargs)),
+    "aten.linalg_vector_norm": _vector_norm,
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.layer_norm": _layer_norm,
@@ -865,8 +900,8 @@ TABLE: dict[str, Rule] = {
     "adaptc.attention": _attention,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
+    "adaptc.constant": _constant,
     "adaptc.convolve": _convolve,
     "adaptc.recur": _recur,
     "adaptc.running_max": _running_max,
-    "adaptc.constant": _constant,
 }

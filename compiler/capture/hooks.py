@@ -2,7 +2,8 @@
 
     adaptc::mask(like[1,T,D], padding, kind, window, blocks[1,T]) -> [1,1,T,T]    stands for a mask, which is never computed
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, extras, names, scaling, window, softcap) -> [1,T,H,Dv]
-        ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order
+        ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order; and a last one,
+        "pairs" [1,H,T,T], which is added to scores, until ``capture.attention`` has raised it to one of these
     adaptc::constant(values, shape, dtype, device) -> shape    numbers that Python has
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
@@ -44,6 +45,9 @@ WIDTHS = {"sliding": "sliding_window", "chunked": "attention_chunk_size", "bidir
 MASK_INPUTS = ("config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids", "layer_idx",
                "allow_is_causal_skip", "allow_is_bidirectional_skip", "block_sequence_ids")
 """What may be given to a mask builder: what else it takes may change which keys a token sees."""
+
+PAIRS = "pairs"
+"""Name of the operand of ``adaptc::attention`` that holds a bias for every pair of tokens."""
 
 IGNORED = ("position_ids", "cache_position", "use_cache", "cache", "past_key_values", "output_attentions",
            "output_hidden_states", "return_dict", "logits_to_keep")
@@ -144,18 +148,6 @@ def _tensor(original: Callable, device_of_module: torch.device) -> Callable:
     return tensor
 
 
-def _with_loops(forward: Callable) -> Callable:
-    """``forward`` with loops over experts as what they compute. The mode is entered here, above torch.export's own, which
-    would look into indices first."""
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with ExpertLoops():
-            return forward(*args, **kwargs)
-
-    return run
-
-
 def _numbers(data: Any) -> list | None:
     """The numbers in lists of lists, in order; None if there is anything else."""
     if isinstance(data, (bool, int, float)):
@@ -175,6 +167,18 @@ class _ListsInIndices(TorchFunctionMode):
                           for part in args[1])
             args = (args[0], index)
         return function(*args, **(kwargs or {}))
+
+
+def _with_loops(forward: Callable) -> Callable:
+    """``forward`` with loops over experts as what they compute. The mode is entered here, above torch.export's own, which
+    would look into indices first."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExpertLoops():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 _EXPERTS = "_experts_implementation_internal"
@@ -214,14 +218,15 @@ def _mask(original: Callable, kind: str, problems: Problems) -> Callable:
 
 def _attention(names: dict[int, str], problems: Problems) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, s_aux=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, position_bias=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
+        unknown += ["position_bias beside softcap"] if position_bias is not None and softcap else []
         if unknown:
             problems.add(CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
-                "attention operator doesn't have; it has scaling, sliding_window, softcap and s_aux."
+                "attention operator doesn't have; it has scaling, sliding_window, softcap, s_aux and position_bias."
             ))
         if attention_mask is None:
             raise CaptureError(
@@ -230,7 +235,7 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
             )
         width = query.shape[-1]
         scaling = width**-0.5 if scaling is None else scaling
-        extras = {"sinks": s_aux} if s_aux is not None else {}
+        extras = {name: x for name, x in (("sinks", s_aux), (PAIRS, position_bias)) if x is not None}
         return (
             torch.ops.adaptc.attention(query, key, value, attention_mask, [*extras.values()], [*extras], float(scaling),
                                        int(sliding_window or 0), float(softcap or 0.0)),

@@ -124,11 +124,12 @@ def _itself(shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> d
 
 @contextmanager
 def _evaluated(module: torch.nn.Module) -> Iterator[None]:
-    """Dropout and the like off."""
-    training = [m for m in module.modules() if m.training]
+    """Dropout and the like off; afterwards modules have the attributes that they had, whatever forwards set."""
+    before = [(m, dict(vars(m))) for m in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for m in training:
-            m.training = True
+        for m, attributes in before:
+            vars(m).clear()
+            vars(m).update(attributes)
