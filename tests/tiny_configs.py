@@ -93,7 +93,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
                     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
     "doge": {"sliding_window": None},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon": {"new_decoder_architecture": True},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128},
     "gemma3n_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
