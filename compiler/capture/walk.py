@@ -45,14 +45,14 @@ IRRELEVANT = ("device", "layout", "pin_memory", "memory_format", "non_blocking",
 
 SAMPLED = "S"
 
-ANEW = ("adaptc.attention", "aten.embedding", "aten.layer_norm", "aten.linear", "aten.rms_norm")
-"""Operators that are looked at also where what they are given couldn't be made: it is a tensor like others to them."""
-
 _FLATTENED = re.compile(rf"(\d+)\*{TOKENS}")
 """A dimension of that many rows for each token."""
 
 _DIMENSIONS = ("aten.unsqueeze", "aten.mean", "aten.sum", "aten.amax", "aten.amin", "aten.var")
 """Of the operators that may have one, those that are given numbers of dimensions."""
+
+ANEW = ("adaptc.attention", "aten.embedding", "aten.layer_norm", "aten.linear", "aten.rms_norm")
+"""Operators that are looked at also where what they are given couldn't be made: it is a tensor like others to them."""
 
 
 @dataclass(frozen=True)
