@@ -76,6 +76,7 @@ CONFIG: Mapping[str, str] = {
     "encoder_layerdrop": _ENCODER,
     "audio_config.*": _MODALITY,
     "audio_encoder_config.*": _MODALITY,
+    "depth_decoder_config.*": "of a decoder of the sound within a step, which isn't part of the language model",
     "vision_config.*": _MODALITY,
     "image_token_id": "marks where a prompt has an image, and a sequence of tokens has none",
     "bigbird_pegasus:block_size": _ENCODER,

@@ -38,6 +38,9 @@ PROMPT, STEPS = 17, 24
 PAGE = 4
 """Tokens a page: fewer than a window."""
 
+CONTEXT = 64
+"""Tokens of a request at most: some configurations don't say."""
+
 TOLERANCE = 1e-4
 """Largest difference of a row's logits, as a share of the row's largest one."""
 
@@ -179,7 +182,7 @@ def check(name: str, seeds: int) -> Outcome:
             except Exception:  # whatever a class raises whose cache doesn't work so
                 cached = None
             try:
-                compile_family(folder, artifact, page_size=PAGE)
+                compile_family(folder, artifact, page_size=PAGE, max_context=CONTEXT)
                 got, other_bits = served(artifact, tokens, other)
             except AdaptcError as error:
                 return ended("refused", f"[{error.code}] {error}")
