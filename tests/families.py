@@ -17,6 +17,7 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
+from unittest import mock
 
 import numpy as np
 
@@ -132,7 +133,8 @@ def randomise(model) -> None:
     import torch
 
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+        biases = ((name, buffer) for name, buffer in persistent_buffers(model) if buffer.ndim <= 1)
+        for name, tensor in [*model.named_parameters(), *biases]:  # other buffers are tables that constructors compute
             if not tensor.is_floating_point():
                 continue
             vector = tensor.ndim <= 1 or name.endswith("bias")
@@ -163,17 +165,14 @@ def forward(model, tokens) -> tuple[np.ndarray, np.ndarray]:
     original = torch.topk
 
     def topk(scores, k, *args, **kwargs):
-        if scores.ndim == 2 and scores.shape[0] == len(tokens) and k < scores.shape[1]:
-            ordered = original(scores.float(), k + 1, dim=-1).values
-            margins[:] = np.minimum(margins, (ordered[:, k - 1] - ordered[:, k]).detach().numpy())
+        if scores.numel() == len(tokens) * scores.shape[-1] and k < scores.shape[-1]:
+            ordered = original(scores.reshape(len(tokens), -1).float(), k + 1).values
+            margin = (ordered[:, k - 1] - ordered[:, k]).detach().numpy()  # nan: what is masked isn't chosen from
+            margins[:] = np.fmin(margins, margin)
         return original(scores, k, *args, **kwargs)
 
-    torch.topk = topk
-    try:
-        with torch.inference_mode():
-            logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
-    finally:
-        torch.topk = original
+    with mock.patch.object(torch, "topk", topk), mock.patch.object(torch.Tensor, "topk", topk), torch.inference_mode():
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
     return logits, margins
 
 
