@@ -272,9 +272,9 @@ def _outputs(subject: Subject, recorder: Recorder, standing: Standing, tokens: l
             place = next((p for p, rows in reversed(standing) if rows is wanted or np.array_equal(rows, wanted)), None)
             if place is not None and place[0] < len(operators):
                 executable.run(symbols, stop_after=place[0])
-                got = executable.read(operators[place[0]].outputs[place[1]], symbols)
+                got = executable.read(operators[place[0]].outputs[place[1]], symbols).reshape(-1, wanted.shape[1])
                 # what only the logits need is computed for the sampled rows alone, which are the last ones
-                yield layer, got.reshape(len(got), -1), wanted[-len(got) :]
+                yield layer, got, wanted[-len(got) :]
         executable.run(symbols)
         logits = executable.read(plan.outputs["logits"], symbols)
         yield "", logits, recorder.logits[-len(logits) :]
