@@ -38,7 +38,7 @@ X86 = ("x86-64-v2", "x86-64-v3", "x86-64-v3+avxvnni", "x86-64-v4", VNNI)
 EVERY = (*X86, "armv8-a")
 
 STATE = {"dtype": "f16", "kv_heads": 1, "max_pages": 4, "page_size": 4, "scale": "", "value_width": 16, "width": 16}
-MERGE = {"heads": 2, "key_block": 16, "kv_heads": 1, "sinks": False, "slots": 9, "span": 32, "value_width": 16,
+MERGE = {"chunked": False, "heads": 2, "key_block": 16, "sets": 1, "sinks": False, "slots": 9, "span": 32, "value_width": 16,
          "width": 16, "window": 0}
 ATTEND = STATE | MERGE | {"scaling": 0.25, "distances": 0, "slopes": False, "softcap": 0.0}
 AS = lambda dtype: (("dtype", dtype),)
