@@ -14,10 +14,10 @@ from adaptc.formats import FORMATS
 from adaptc.models.modules import MODULES
 from adaptc.sources import text
 from adaptc.sources.accounting import leaves
-from adaptc.sources.binding import FIRST, Binding
+from adaptc.sources.binding import Binding
 from adaptc.sources.classes import causal_model
 from adaptc.sources.compressed import BYTES, PackedTensor, is_part, paired
-from adaptc.sources.conversion import ConvertedTensor, converted
+from adaptc.sources.conversion import ConvertedTensor, converted, narrowed
 from adaptc.sources.derived import python_files
 from adaptc.sources.gguf_file import map_bytes
 from adaptc.sources.quantization import FIELD, MXFP4_PAIRS, quantization
@@ -85,7 +85,10 @@ class HuggingFaceSource(Source):
         whole: Mapping[str, SourceTensor | PackedTensor] = paired(self._stored)
         if self._own:
             whole = {name.removeprefix(self._own.prefix): tensor for name, tensor in whole.items()}
-        found = converted(whole, self._module or self._bare())
+        found = dict(converted(whole, self._module or self._bare()))
+        for pattern, key in self._own.narrowed.items() if self._own else ():
+            count = dict(leaves(self._given)).get(key)
+            found |= {name: narrowed(name, found[name], count) for name in found if re.search(pattern, name)}
         if all(isinstance(tensor, SourceTensor) for tensor in found.values()):  # else transformers moves the elements
             self.derived.put("tensors", json.dumps({name: tensor.name for name, tensor in found.items()}).encode())
         return found
@@ -143,9 +146,6 @@ class HuggingFaceSource(Source):
     def supplier(self, parameter: str) -> Binding:
         """The tensor of that name, or, in a checkpoint of the model without its head, the one without the first
         step of the name."""
-        for pattern, key in self._own.narrowed.items() if self._own else ():
-            if re.search(pattern, parameter):
-                return Binding(parameter, (FIRST, dict(leaves(self._given))[key]))
         short = parameter.partition(".")[2]
         return Binding(parameter if parameter in self.tensors or short not in self.tensors else short)
 
