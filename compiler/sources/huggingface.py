@@ -18,7 +18,7 @@ from adaptc.sources.conversion import ConvertedTensor, converted
 from adaptc.sources.derived import python_files
 from adaptc.sources.gguf_file import map_bytes
 from adaptc.sources.source import Source
-from adaptc.sources.tensor import SourceTensor, locate
+from adaptc.sources.tensor import SourceTensor, locate, whole_numbers
 from adaptc.sources.waiver import Waiver
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,6 +28,9 @@ _TEXT_FILES = (
 )
 _DESCRIBING = (".jinja", ".json", ".model", ".txt")
 """Suffixes of the files that transformers reads configurations and tokenizers from."""
+
+_INTEGERS = {"I32": "<i4", "I64": "<i8"}
+"""Tables of numbers, of the experts of each token id for example."""
 
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -224,9 +227,12 @@ class HuggingFaceSource(Source):
         for name, entry in header.items():
             if name in self._stored:
                 raise InputError(f"the tensor {name!r} of {self.name} is in {self._stored[name].file} and {path.name}.")
-            format = FORMATS.get(_DTYPES.get(entry["dtype"], ""))
-            found = locate(name, tuple(entry["shape"]), format, entry["dtype"], data, start + entry["data_offsets"][0],
-                           path.name, self.waiver)
+            format, shape = FORMATS.get(_DTYPES.get(entry["dtype"], "")), tuple(entry["shape"])
+            first, end = (start + offset for offset in entry["data_offsets"])
+            if entry["dtype"] in _INTEGERS:
+                found = whole_numbers(name, shape, _INTEGERS[entry["dtype"]], data[first:end], path.name, self.waiver)
+            else:
+                found = locate(name, shape, format, entry["dtype"], data, first, path.name, self.waiver)
             if found is not None:
                 self._stored[name] = found
 
