@@ -127,9 +127,9 @@ def generated(model, tokens: Sequence[int]) -> np.ndarray:
 
 def served(artifact: Path, tokens: Sequence[int], other: Sequence[int]) -> tuple[np.ndarray, list[str]]:
     """Logits of a prompt and steps, beside another request; and the ways that gave other bits."""
-    import adaptc
+    from adaptc.runtime.session import load
 
-    with adaptc.load(artifact, threads=1) as session:
+    with load(artifact, threads=1, snapshot_tokens=PAGE) as session:
         whole = session.score(tokens)
         ways = {"single tokens": session.score(tokens, chunk=1), "chunks": session.score(tokens, chunk=5)}
         engine, rows = session.engine, [np.full_like(whole, np.nan), np.full((len(other), whole.shape[1]), np.nan, np.float32)]
@@ -138,6 +138,8 @@ def served(artifact: Path, tokens: Sequence[int], other: Sequence[int]) -> tuple
         while engine.active:
             engine.step()
         ways["a batch"] = rows[0]
+        found = [*whole[:PROMPT], *session.score(tokens, start=PROMPT)]
+        ways["a prefix found again"] = found if session.statistics.hit_tokens else None
     return whole, [way for way, got in ways.items() if not np.array_equal(got, whole)]
 
 
@@ -146,8 +148,8 @@ def states(artifact: Path) -> tuple[str, ...]:
     from adaptc.plan import Plan
 
     plan = Plan.from_json((artifact / "plan.json").read_text())
-    words = (f"{'rows' if not s.window else f'rows in a window of {s.window}'} of "
-             + " and ".join(f"{p.heads}×{p.width}" for p in s.parts) for s in plan.states)
+    words = ((f"rows{f' in a window of {s.window}' if s.window else ''} of " if s.kind == "rows" else "one value of ")
+             + " and ".join(f"{p.name} {p.heads}×{p.width}" for p in s.parts) for s in plan.states)
     return tuple(dict.fromkeys(words))
 
 

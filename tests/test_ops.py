@@ -151,7 +151,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                          ATTENTION),
                   *(Sample((*HEADS, KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras}, ATTENTION)
                     for extras in (("sinks",), ("slopes",), ("sinks", "slopes"))),
-                  Sample((*HEADS, KV, f("T", 4, 3)), {"scaling": 0.3, "extras": ("distances",)}, ATTENTION)),
+                  Sample((*HEADS, KV, f("T", 4), f("T", 4, 3)), {"scaling": 0.3, "extras": ("query_sinks", "distances")},
+                         ATTENTION)),
     "recall": tuple(Sample((HEADS[0], *HEADS[3:], KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras},
                            {1: ATTENTION[3], 2: ATTENTION[4], 3: filled}) for extras in ((), ("sinks",))),
     "latent_attention": (Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT), {"scaling": 0.3, "value_width": 6}, places(2)),),
@@ -404,6 +405,7 @@ REFUSED = [
     ("attention", (*HEADS, KV, f(4), f(4)), {"scaling": 1.0, "extras": ("slopes", "sinks")}, "in this order"),
     ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0, "extras": ("slope",)}, "expected some of"),
     ("attention", (*HEADS, KV, f(3)), {"scaling": 1.0, "extras": ("slopes",)}, r"slopes are f32\[3\]"),
+    ("attention", (*HEADS, KV, f(4), f("T", 4)), {"scaling": 1.0, "extras": ("sinks", "query_sinks")}, "sinks of heads beside"),
     ("attention", (*HEADS, KV, f(4, 3)), {"scaling": 1.0, "extras": ("distances",)}, r"distances are f32\[4, 3\]"),
     ("attention", (*HEADS, StateSpec.fixed("state", 2, 8)), {"scaling": 1.0}, "kind 'fixed', expected 'rows'"),
     ("convolve", (f("T", 6), f(6, 1), *WHERE, StateSpec.fixed("window", 0, 6)), {}, r"\[6, W\] with W > 1"),
