@@ -859,6 +859,7 @@ TABLE: dict[str, Rule] = {
     "aten.permute": _parts(_permute),
     "aten.transpose": _parts(_transpose),
     "aten.t": _t,
+    "aten.numpy_T": _t,
     "aten.expand": _parts(_expand),
     "aten.expand_as": _expand,
     "aten.polar": _polar,
