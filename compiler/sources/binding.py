@@ -30,6 +30,8 @@ class Binding:
     tensor: str
     row_permutation: tuple[str, int] | None = None
     add: float = 0.0
+    shape: tuple[int, ...] = ()
+    """What the tensor's elements are read as before that, of the same columns; () for its own shape."""
 
     @property
     def transposed(self) -> bool:

@@ -22,7 +22,7 @@ from adaptc.sources.derived import python_files
 from adaptc.sources.gguf_file import map_bytes
 from adaptc.sources.quantization import FIELD, MXFP4_PAIRS, quantization
 from adaptc.sources.source import Source
-from adaptc.sources.tensor import SourceTensor, locate
+from adaptc.sources.tensor import SourceTensor, locate, whole_numbers
 from adaptc.sources.waiver import Waiver
 from adaptc.sources.wrapper import text_model
 
@@ -33,6 +33,9 @@ _TEXT_FILES = (
 )
 _DESCRIBING = (".jinja", ".json", ".model", ".txt")
 """Suffixes of the files that transformers reads configurations and tokenizers from."""
+
+_INTEGERS = {"I32": "<i4", "I64": "<i8"}
+"""Tables of numbers, of the experts of each token id for example."""
 
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -255,13 +258,14 @@ class HuggingFaceSource(Source):
         for name, entry in header.items():
             if name in self._stored:
                 raise InputError(f"the tensor {name!r} of {self.name} is in {self._stored[name].file} and {path.name}.")
+            format, shape = FORMATS.get(_DTYPES.get(entry["dtype"], "")), tuple(entry["shape"])
+            first, end = (start + offset for offset in entry["data_offsets"])
             if self.packed and entry["dtype"] == "U8" and is_part(name):
-                first, last = (start + offset for offset in entry["data_offsets"])
-                self._stored[name] = SourceTensor(name, tuple(entry["shape"]), BYTES, data[first:last], path.name)
-                continue
-            format = FORMATS.get(_DTYPES.get(entry["dtype"], ""))
-            found = locate(name, tuple(entry["shape"]), format, entry["dtype"], data, start + entry["data_offsets"][0],
-                           path.name, self.waiver)
+                found = SourceTensor(name, shape, BYTES, data[first:end], path.name)
+            elif entry["dtype"] in _INTEGERS:
+                found = whole_numbers(name, shape, _INTEGERS[entry["dtype"]], data[first:end], path.name, self.waiver)
+            else:
+                found = locate(name, shape, format, entry["dtype"], data, first, path.name, self.waiver)
             if found is not None:
                 self._stored[name] = found
 

@@ -136,6 +136,8 @@ class Source(ABC):
         where the binding changes values. InputError naming the tensor when a value isn't finite."""
         tensor = self.tensor(binding.tensor)
         format, codes = tensor.format, tensor.codes()
+        if binding.shape:
+            codes = {name: array.reshape(*binding.shape[:-1], array.shape[-1]) for name, array in codes.items()}
         if binding.add:
             codes = {"codes": blocks.dequantize(format, codes) + blocks.FLOAT_DTYPES["f32"].type(binding.add)}
             format = FORMATS["f32"]
