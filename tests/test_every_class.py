@@ -59,8 +59,8 @@ def test_windows_chunks_and_choices_are_within_the_tested_length():
     assert not {*REACHED, *CHOSEN} - seen, "keys that no class has any more"
 
 
-SAMPLE = ("BloomForCausalLM", "Gemma3nForCausalLM", "Mamba2ForCausalLM", "RobertaForCausalLM")
-"""One class of each kind of state, or of position, that the families of ``families`` don't have."""
+SAMPLE = ("BloomForCausalLM", "CamembertForCausalLM", "DbrxForCausalLM", "FalconMambaForCausalLM")
+"""Bias by distance, positions that count what isn't padding, loops over experts, recurrent state: what ``families`` lacks."""
 
 
 @pytest.mark.parametrize("name", SAMPLE)
