@@ -659,6 +659,16 @@ def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
     return w.b.reshape(result, shape=w.shape)
 
 
+def _index_rows(w, query, key, weights, top_k, scaling):
+    """query[1,T,H,D], key[1,T,D], weights[1,T,H] → i32[1,T,top_k]."""
+    _, tokens, heads, width = w.b.shape(query)
+    state = w.state(StateSpec((("index", 1, width),), "f32", 0, 0, 0, 0))
+    rows = w.b.index_rows(w.b.reshape(query, shape=(tokens, heads, width)), w.b.reshape(key, shape=(tokens, 1, width)),
+                          w.b.reshape(weights, shape=(tokens, heads)), w.positions, w.requests, state, top_k=top_k,
+                          scaling=scaling)
+    return w.b.reshape(rows, shape=w.shape)
+
+
 def _rows(w, x):
     """[1, H, T, D] → [T, H, D]."""
     one, heads, tokens, width = w.b.shape(x)
@@ -751,6 +761,7 @@ TABLE: dict[str, Rule] = {
     "aten.addmm": _addmm,
     "adaptc.mask": _mask,
     "adaptc.attention": _attention,
+    "adaptc.index_rows": _index_rows,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
 }

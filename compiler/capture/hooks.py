@@ -2,6 +2,7 @@
 
     adaptc::mask(like[1,T,D], padding, kind, window) -> [1,1,T,T]    stands for a mask, which is never computed
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, sinks[H], scaling, window, softcap) -> [1,T,H,Dv]
+    adaptc::index_rows(query[1,T,H,D], key[1,T,D], weights[1,T,H], top_k, scaling) -> i32[1,T,top_k]
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
 """
@@ -56,6 +57,9 @@ def operators() -> None:
         "adaptc::expert_linear",
         "(Tensor x, Tensor experts, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
     )
+    torch.library.define("adaptc::index_rows",
+                         "(Tensor query, Tensor key, Tensor weights, int top_k, float scaling) -> Tensor")
+    torch.library.register_fake("adaptc::index_rows", _index_shape)
     torch.library.define("adaptc::request_length", "(Tensor positions) -> Tensor")
     torch.library.register_fake("adaptc::request_length", torch.empty_like)
     torch.library.register_fake("adaptc::mask", _mask_shape)
@@ -70,6 +74,10 @@ def _mask_shape(like, padding, kind, window):
 
 def _attention_shape(q, k, v, mask, sinks, scaling, window, softcap):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+def _index_shape(query, key, weights, top_k, scaling):
+    return query.new_empty((*query.shape[:2], top_k), dtype=torch.int32)
 
 
 def _expert_linear_shape(x, experts, weight, bias, transposed):
@@ -97,6 +105,8 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
         module.set_attn_implementation(IMPLEMENTATION)
         stack.callback(module.set_attn_implementation, before)
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
+        for namespace in {id(n): n for n in map(_namespace, module.modules())}.values():
+            stack.enter_context(mock.patch.dict(namespace, {"min": _least(namespace.get("min", min))}))
         for one in module.modules():
             if _by_length(one):
                 stack.enter_context(mock.patch.dict(vars(one), {"forward": _rope(one)}))
@@ -117,6 +127,25 @@ def _tensor(original: Callable) -> Callable:
         return original(data, *args, dtype=dtype, device=device, **kwargs)
 
     return tensor
+
+
+def _namespace(module: torch.nn.Module) -> dict:
+    """The globals that the module's forward sees."""
+    return getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+
+
+def _least(original: Callable) -> Callable:
+    """``min`` that doesn't ask which of a number and the number of tokens T is less, where that depends on T."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    @functools.wraps(original)
+    def least(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 2 or kwargs or not any(isinstance(a, torch.SymInt) for a in args):
+            return original(*args, **kwargs)
+        known = next((a for a, b in (args, args[::-1]) if statically_known_true(a <= b)), None)
+        return torch.sym_min(*args) if known is None else known
+
+    return least
 
 
 _EXPERTS = "_experts_implementation_internal"

@@ -10,6 +10,7 @@ import torch
 from adaptc.capture import build, hooks, repeat, trace
 from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
+from adaptc.capture.index import indexed
 from adaptc.capture.locality import check_locality
 from adaptc.capture.walk import Stored, walk
 from adaptc.ir import legality
@@ -66,7 +67,8 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
         with build.on_one_device(module), hooks.installed(module):
             exported = trace.trace(module, _context(text))
     fixed = {name: value for name, value in constants.items() if name not in stored}
-    program = walk(raised(exported, fixed, _context(text)), stored, constants)
+    exported = raised(indexed(exported, fixed, _context(text)), fixed, _context(text))
+    program = walk(exported, stored, constants)
     program.set_fact("context", min(filter(None, (_context(text), program.fact("context"))), default=0))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
     legality.check(program)

@@ -140,9 +140,9 @@ def package_of(name: str) -> str | None:
 @cache
 def _tables() -> tuple[dict[str, OpRow], dict[str, str]]:
     """(rows by name, package by name of those that aren't our own)."""
-    from adaptc.ops import dense, elementwise, mixing, routing, shape
+    from adaptc.ops import dense, elementwise, index, mixing, routing, shape
 
-    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *routing.ROWS]
+    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *index.ROWS, *routing.ROWS]
     own = {row.name: row for row in rows}
     assert len(own) == len(rows), "an operator is declared twice"
     theirs = packages.added(packages.OPERATORS, "ROWS", own, problem)

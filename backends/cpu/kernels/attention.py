@@ -20,7 +20,7 @@ from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
 from adaptc.backends.cpu.kernels.division import Count, Division, Unit, first_key, tile_tokens
 from adaptc.backends.cpu.kernels.elementwise import STORED, narrow
 from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Copied, Rows, Running, Stored, Visit
-from adaptc.backends.cpu.kernels.pages import COLUMNS, Block, Pages, common_lanes, load_index, page_elements, room
+from adaptc.backends.cpu.kernels.pages import COLUMNS, Block, Pages, common_lanes, load_index, page_elements, room, widths_of
 from adaptc.backends.cpu.levels import Level
 from adaptc.options import KEPT
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, StateSpec, TensorSpec
@@ -57,7 +57,7 @@ def _quantized(e: Emitter, source: Value, width: int, lanes: int, codes: Value, 
 
 def emit_append(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     e = Emitter(level)
-    keys, values, positions, requests, pool, table = (e.buffer(i) for i in range(6))
+    *data, positions, requests, pool, table = (e.buffer(i) for i in range(len(append_signature(params))))
     pages, heads, dtype = Pages(e, params, pool, table), params["kv_heads"], params["dtype"]
     lanes = common_lanes(e, params)
     floats = vec(lanes, "f32")
@@ -65,8 +65,8 @@ def emit_append(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     with e.loop(low, high) as unit:
         token, head = e.div(unit.index, heads), e.rem(unit.index, heads)
         page, slot = pages.at(load_index(e, requests, token), load_index(e, positions, token))
-        sources = ((keys, params["width"]), (values, params["value_width"]))
-        scales = pages.scales(page, slot, head) or (None, None)
+        sources = tuple(zip(data, pages.widths))
+        scales = pages.scales(page, slot, head) or (None,) * len(sources)
         for (source, width), target, scale in zip(sources, pages.rows(page, slot, head), scales):
             start = e.at(source, e.mul(unit.index, width), "f32")
             if scale is not None:
@@ -254,8 +254,7 @@ def _state(params: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def append_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
-    heads = params["kv_heads"]
-    rows = (f"in:f32[T,{heads},{params['width']}]", f"in:f32[T,{heads},{params['value_width']}]")
+    rows = tuple(f"in:f32[T,{params['kv_heads']},{width}]" for width in widths_of(params))
     return (*rows, "in:i32[T]", "in:i32[T]", *_state(params))
 
 

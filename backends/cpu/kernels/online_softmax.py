@@ -18,7 +18,7 @@ from adaptc.backends.cpu.kernels.base import Emitter, Value, vec
 from adaptc.backends.cpu.kernels.base import lanes as lanes_of
 from adaptc.backends.cpu.kernels.division import first_key
 from adaptc.backends.cpu.kernels.elementwise import STORED
-from adaptc.backends.cpu.kernels.pages import Place, common_lanes, prefetch, room
+from adaptc.backends.cpu.kernels.pages import Place, common_lanes, prefetch, room, widths_of
 from adaptc.plan import DTYPE_BYTES
 
 TOGETHER = 2
@@ -122,7 +122,7 @@ class Stored:
 
     def scale(self, part: int, key: Value) -> Value:
         """Pointer to the scale of a key (part 0) or its value (part 1); again ``lanes`` follow one another."""
-        start, row = self.place.row(self.e, 2 + part, key)
+        start, row = self.place.row(self.e, len(widths_of(self.params)) + part, key)
         return self.e.at(start, row, "f32")
 
     def dots(self, queries: Sequence[Value], key: Value, vectors: int) -> list[list[Value]]:

@@ -34,14 +34,14 @@ def room(e: Emitter, count: int, kind: str = "f32") -> Value:
 
 
 class Pages:
-    """A state's pages, of keys and values: [page][part][head][slot][column], page = table[request][position /
-    page_size], and scales [part][head][slot] at a page's end, as ``plan.State`` says."""
+    """A state's pages, of keys and, unless ``value_width`` is 0, values: [page][part][head][slot][column], page =
+    table[request][position / page_size], and scales [part][head][slot] at a page's end, as ``plan.State`` says."""
 
     def __init__(self, e: Emitter, params: Mapping[str, Any], pool: Value, table: Value):
         self.e, self.params, self.pool, self.table = e, params, pool, table
         self.dtype = params["dtype"]
         self.bytes = DTYPE_BYTES[self.dtype]
-        self.widths = (params["width"], params["value_width"])
+        self.widths = widths_of(params)
         self.slots = params["kv_heads"] * params["page_size"]
         self.row_bytes = sum(self.slots * width * self.bytes for width in self.widths)
         self.page_bytes = page_elements(params) * self.bytes
@@ -53,13 +53,13 @@ class Pages:
         page = e.cast("extsi", e.load(e.at(self.table, entry, "i32"), "i32"), "i64")
         return e.at(self.pool, e.mul(page, self.page_bytes)), e.rem(position, p["page_size"])
 
-    def rows(self, page: Value, slot: Value, head: Value) -> tuple[Value, Value]:
+    def rows(self, page: Value, slot: Value, head: Value) -> tuple[Value, ...]:
         """Pointers to a key row and its value row."""
-        e, (width, value_width) = self.e, self.widths
+        e = self.e
         row = e.add(e.mul(head, self.params["page_size"]), slot)
-        key = e.at(page, e.mul(row, width * self.bytes))
-        return key, e.at(page, e.add(e.mul(row, value_width * self.bytes), self.slots * width * self.bytes))
-
+        key = e.at(page, e.mul(row, self.widths[0] * self.bytes))
+        return key, *(e.at(page, e.add(e.mul(row, width * self.bytes), self.slots * self.widths[0] * self.bytes))
+                      for width in self.widths[1:])
 
     def scales(self, page: Value, slot: Value, head: Value) -> tuple[Value, ...]:
         """Pointers to a key row's scale and its value row's; none where rows have no scales."""
@@ -67,18 +67,24 @@ class Pages:
             return ()
         e = self.e
         key = e.at(e.at(page, self.row_bytes), e.add(e.mul(head, self.params["page_size"]), slot), "f32")
-        return key, e.at(key, self.slots, "f32")
+        return key, *(e.at(key, self.slots, "f32") for _ in self.widths[1:])
+
+
+def widths_of(params: Mapping[str, Any]) -> tuple[int, ...]:
+    """Widths of a state's parts."""
+    return tuple(width for width in (params["width"], params["value_width"]) if width)
 
 
 def page_elements(params: Mapping[str, Any]) -> int:
     """Elements of a page; its scales count as so many."""
     slots, scale = params["kv_heads"] * params["page_size"], DTYPE_BYTES.get(params["scale"], 0)
-    return slots * (params["width"] + params["value_width"] + 2 * scale // DTYPE_BYTES[params["dtype"]])
+    widths = widths_of(params)
+    return slots * (sum(widths) + len(widths) * scale // DTYPE_BYTES[params["dtype"]])
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows of a block are. Parts: keys, values and, if there are, the scales of either; ``piece`` rows
+    """Where the rows of a block are. Parts: keys, values if there are, and, if there are, the scales of both; ``piece`` rows
     of a part follow one another. ``starts`` are pointers to the parts, or, with several pieces, to a table of pointers
     to the parts of each."""
 
@@ -95,6 +101,7 @@ class Place:
 
 
 PARTS = ("keys", "values", "key scales", "value scales")
+"""All that there may be of a block."""
 
 
 class Block:
@@ -109,7 +116,7 @@ class Block:
         self.in_place = piece % self.lanes == 0
         self.piece = piece if self.in_place else self.size
         self.row_bytes = [width * pages.bytes for width in pages.widths]
-        self.row_bytes += [DTYPE_BYTES["f32"]] * (2 if params["scale"] else 0)
+        self.row_bytes += [DTYPE_BYTES["f32"]] * (len(pages.widths) if params["scale"] else 0)
         self.table = self.next = None
         if self.piece < self.size:
             self.table, self.next = (room(e, self.size // self.piece * len(PARTS), "i64") for _ in range(2))

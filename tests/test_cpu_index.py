@@ -1,0 +1,99 @@
+"""The index of sparse attention on the cpu: against float64 formulas, and its bit-for-bit laws."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from adaptc.backends.cpu.kernels import attention, index
+from adaptc.protocol import OpSpec, StateSpec, TensorSpec
+from cpu_kernel import run
+from test_cpu_attention import NAN, STORED, rounded
+
+KERNELS = SimpleNamespace(SELECT=index.SELECT | attention.SELECT, FAMILIES=index.FAMILIES | attention.FAMILIES)
+
+
+class Paged:
+    """A pool of NaN, in which requests of ``lengths`` tokens get pages in random order."""
+
+    def __init__(self, parts, lengths, dtype="f32", page_size=8, key_block=16, seed=0):
+        scale = "f32" if dtype == "i8" else ""
+        pages = [-(-n // page_size) for n in lengths]
+        self.state = StateSpec(parts, dtype, 0, page_size, key_block, max(pages) + 1, scale)
+        dtype_bytes = np.dtype(STORED[dtype]).itemsize
+        self.pool = np.full((sum(pages) + 3, self.state.token_bytes() * page_size // dtype_bytes), NAN[dtype], STORED[dtype])
+        order = np.random.default_rng(seed).permutation(len(self.pool)).tolist()
+        self.table = np.full((len(lengths), max(pages) + 1), -1, np.int32)
+        for request, count in enumerate(pages):
+            self.table[request, :count] = [order.pop() for _ in range(count)]
+
+    @property
+    def memory(self):
+        return self.pool, self.table
+
+
+class Index:
+    """Requests' queries, keys and weights, and steps over them."""
+
+    def __init__(self, lengths, heads=3, width=16, top_k=5, scaling=0.3, seed=0, scale=1.0, **paging):
+        rng = np.random.default_rng(seed)
+        self.data = [[(scale * rng.standard_normal((n, *shape))).astype(np.float32)
+                      for shape in ((heads, width), (1, width), (heads,))] for n in lengths]
+        self.lengths, self.top_k, self.scaling = lengths, top_k, scaling
+        self.cache = Paged((("index", 1, width),), lengths, seed=seed, **paging)
+        floats = [TensorSpec("f32", ("T", *shape)) for shape in ((heads, width), (1, width), (heads,))]
+        self.spec = OpSpec("index_rows", (*floats, *[TensorSpec("i32", ("T",))] * 2, self.cache.state),
+                           (TensorSpec("i32", ("T", top_k)),), {"top_k": top_k, "scaling": scaling})
+
+    def step(self, rows, threads=1):
+        """One step over ``rows``: (request, position) of each token."""
+        parts = [np.stack([self.data[r][i][p] for r, p in rows]) for i in range(3)]
+        where = [np.array([row[i] for row in rows], np.int32) for i in (1, 0)]
+        symbols = (len(rows), len(self.lengths), 1)
+        return run(KERNELS, self.spec, (*parts, *where, self.cache.memory), symbols, threads)[0]
+
+    def everything(self):
+        return [(r, p) for r, n in enumerate(self.lengths) for p in range(n)]
+
+    def expected(self, request, position):
+        query, keys, weights = (x.astype(np.float64) for x in self.data[request])
+        keys = rounded(self.data[request][1], self.cache.state.dtype).astype(np.float64)[: position + 1, 0]
+        scores = np.maximum(keys @ query[position].T * self.scaling, 0) @ weights[position]
+        chosen = sorted(np.argsort(-scores, kind="stable")[: self.top_k])
+        return [*chosen, *[-1] * (self.top_k - len(chosen))]
+
+
+@pytest.mark.parametrize("dtype, page_size, heads, top_k, lengths", [
+    ("f32", 8, 3, 5, (50, 1, 17)), ("f16", 1, 2, 4, (40, 9)), ("bf16", 3, 1, 16, (61,)), ("i8", 8, 4, 7, (33, 20)),
+    ("i8", 3, 4, 3, (30,)), ("f32", 64, 2, 100, (90, 30)), ("f32", 16, 2, 1, (700,))])
+def test_it_is_the_formula_however_the_tokens_come(dtype, page_size, heads, top_k, lengths):
+    """At once (each thread scores for its own tokens), one by one (threads share the scoring), and by several threads."""
+    index = Index(lengths, heads, top_k=top_k, dtype=dtype, page_size=page_size)
+    rows = index.everything()
+    whole = index.step(rows)
+    for row, got in zip(rows, whole.tolist()):
+        assert got == index.expected(*row), row
+    assert np.array_equal(index.step(rows, 3), whole)
+    for place in range(0, len(rows), 7):
+        assert index.step(rows[place : place + 1], 4).tolist() == [whole[place].tolist()]
+
+
+def test_of_equal_scores_the_first_are_chosen():
+    index = Index((80,), heads=2, top_k=6)
+    index.data[0][0][:], index.data[0][2][:] = 1, 1
+    index.data[0][1][:] = 1
+    index.data[0][1][[60, 70]] = 2
+    got = index.step(index.everything())
+    assert got[50].tolist() == [0, 1, 2, 3, 4, 5] and got[79].tolist() == [0, 1, 2, 3, 60, 70]
+    index.data[0][1][:] = -1  # nothing is above 0
+    assert index.step(index.everything())[79].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_falling_and_rising_scores_fill_the_room_for_candidates():
+    for order in (1, -1):
+        index = Index((300,), heads=1, top_k=9)
+        index.data[0][0][:], index.data[0][2][:] = 1, -1
+        index.data[0][1][:] = 1 + np.arange(300)[::order, None, None]
+        wanted = range(9) if order == 1 else range(291, 300)
+        assert index.step(index.everything())[299].tolist() == list(wanted)
