@@ -357,7 +357,8 @@ def test_sinks(window, tokens):
             top = max(scores.max(), sinks[h])
             total = np.exp(scores - top).sum()
             want[t, h] = plain[t, h] * total / (total + np.exp(sinks[h] - top))
-    cache.spec = OpSpec("attention", (*cache.spec.operands, TensorSpec("f32", (4,))), cache.spec.results, cache.spec.attrs)
+    cache.spec = OpSpec("attention", (*cache.spec.operands, TensorSpec("f32", (4,))), cache.spec.results,
+                        {**cache.spec.attrs, "extras": ("sinks",)})
 
     def step(positions, threads=1):
         parts = [np.stack([cache.data[0][i][p] for p in positions]) for i in range(3)]
@@ -367,6 +368,38 @@ def test_sinks(window, tokens):
 
     whole = step(list(range(tokens)))
     np.testing.assert_allclose(whole, want, atol=2e-6)
+    assert np.array_equal(step(list(range(tokens)), 3), whole)
+    for p in range(0, tokens, 9):
+        assert np.array_equal(step([p])[0], whole[p]) and np.array_equal(step([p], 4)[0], whole[p])
+
+
+@pytest.mark.parametrize("window, tokens, dtype, extras", [
+    (0, 23, "f16", ("slopes",)), (5, 23, "i8", ("slopes",)), (0, 280, "f32", ("sinks", "slopes"))])
+def test_slopes(window, tokens, dtype, extras):
+    """A head's scores fall with distance by its slope; chunked, alone and shared by threads it gives the same bits."""
+    cache = Cache(lengths=(tokens,), window=window, seed=4, key_block=8, dtype=dtype)
+    given = {"sinks": np.float32([-1, 0.5, 2, 3]), "slopes": np.float32([0.5, 0.25, 1.0, 0.01])}
+    values = [given[name] for name in extras]
+    q, k, v = (x.astype(np.float64) for x in (cache.data[0][0], *(rounded(x, dtype) for x in cache.data[0][1:])))
+    want = np.empty((tokens, 4, v.shape[2]))
+    for t in range(tokens):
+        lo = max(0, t - window + 1) if window else 0
+        for h in range(4):
+            scores = k[lo : t + 1, h // 2] @ q[t, h] * cache.scaling + given["slopes"][h] * (np.arange(lo, t + 1) - t)
+            weights = np.exp(scores - scores.max())
+            total = weights.sum() + (np.exp(given["sinks"][h] - scores.max()) if "sinks" in extras else 0)
+            want[t, h] = weights @ v[lo : t + 1, h // 2] / total
+    cache.spec = OpSpec("attention", (*cache.spec.operands, *[TensorSpec("f32", (4,))] * len(extras)), cache.spec.results,
+                        {**cache.spec.attrs, "extras": extras})
+
+    def step(positions, threads=1):
+        parts = [np.stack([cache.data[0][i][p] for p in positions]) for i in range(3)]
+        where = np.array(positions, np.int32), np.zeros(len(positions), np.int32)
+        return run(attention, cache.spec, (*parts, *where, (cache.pool, cache.table), *values), (len(positions), 1, 1),
+                   threads)[0]
+
+    whole = step(list(range(tokens)))
+    np.testing.assert_allclose(whole, want, atol=3e-6)
     assert np.array_equal(step(list(range(tokens)), 3), whole)
     for p in range(0, tokens, 9):
         assert np.array_equal(step([p])[0], whole[p]) and np.array_equal(step([p], 4)[0], whole[p])

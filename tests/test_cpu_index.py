@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from adaptc.backends.cpu.kernels import attention, index
+from adaptc.backends.cpu.kernels import attend_rows, attention, index
 from adaptc.protocol import OpSpec, StateSpec, TensorSpec
 from cpu_kernel import run
 from test_cpu_attention import NAN, STORED, rounded
 
-KERNELS = SimpleNamespace(SELECT=index.SELECT | attention.SELECT, FAMILIES=index.FAMILIES | attention.FAMILIES)
+KERNELS = SimpleNamespace(SELECT=index.SELECT | attention.SELECT, 
+                          FAMILIES=index.FAMILIES | attention.FAMILIES | attend_rows.FAMILIES)
 
 
 class Paged:
@@ -97,3 +98,48 @@ def test_falling_and_rising_scores_fill_the_room_for_candidates():
         index.data[0][1][:] = 1 + np.arange(300)[::order, None, None]
         wanted = range(9) if order == 1 else range(291, 300)
         assert index.step(index.everything())[299].tolist() == list(wanted)
+
+
+# ---- attention over chosen rows
+
+
+@pytest.mark.parametrize("dtype, page_size, heads, kv_heads, top_k, sinks", [
+    ("f32", 8, 4, 2, 40, False), ("f16", 3, 3, 1, 7, True), ("bf16", 1, 2, 2, 16, False), ("i8", 16, 6, 2, 33, True)])
+def test_attention_reads_the_chosen_rows_alone(dtype, page_size, heads, kv_heads, top_k, sinks):
+    """Softmax over them in float64. Rows that nobody chooses are NaN, and the first tokens choose fewer."""
+    lengths, width, value_width = (70, 11), 16, 8
+    rng = np.random.default_rng(1)
+    cache = Paged((("k", kv_heads, width), ("v", kv_heads, value_width)), lengths, dtype, page_size)
+    shapes = (heads, width), (kv_heads, width), (kv_heads, value_width)
+    data = [[rng.standard_normal((n, *shape)).astype(np.float32) for shape in shapes] for n in lengths]
+    never = 5
+    chosen = [[np.sort(rng.choice([p for p in range(t + 1) if p != never or t == never], min(top_k, max(t, 1)), False))
+               if t != never else np.array([never]) for t in range(n)] for n in lengths]
+    tokens = [(r, p) for r, n in enumerate(lengths) for p in range(n)]
+    rows = np.full((len(tokens), top_k), -1, np.int32)
+    for out, (r, p) in zip(rows, tokens):
+        out[: len(chosen[r][p])] = chosen[r][p]
+    sink = rng.standard_normal(heads).astype(np.float32)
+    extras = (*((sink,) if sinks else ()), rows)
+    specs = (*(TensorSpec("f32", ("T", *shape)) for shape in shapes), *[TensorSpec("i32", ("T",))] * 2, cache.state,
+             *[TensorSpec("f32", (heads,))] * sinks, TensorSpec("i32", ("T", top_k)))
+    spec = OpSpec("attention", specs, (TensorSpec("f32", ("T", heads, value_width)),),
+                  {"scaling": 0.25, "window": 0, "softcap": 0.0, "extras": ("sinks", "rows") if sinks else ("rows",)})
+
+    def step(some, threads=1):
+        parts = [np.stack([data[r][i][p] for r, p in (tokens[t] for t in some)]) for i in range(3)]
+        where = [np.array([tokens[t][i] for t in some], np.int32) for i in (1, 0)]
+        return run(KERNELS, spec, (*parts, *where, cache.memory, *extras[:-1], rows[some]), (len(some), 2, 1), threads)[0]
+
+    whole = step(list(range(len(tokens))))
+    for got, (r, p) in zip(whole, tokens):
+        q = data[r][0][p].astype(np.float64)
+        k, v = (rounded(x, dtype).astype(np.float64)[chosen[r][p]] for x in data[r][1:])
+        for h in range(heads):
+            scores = np.concatenate([k[:, h * kv_heads // heads] @ q[h] * 0.25, sink[h : h + 1] if sinks else []])
+            weights = np.exp(scores - scores.max())
+            want = (weights / weights.sum())[: len(k)] @ v[:, h * kv_heads // heads]
+            assert np.abs(got[h] - want).max() < 3e-6 * np.abs(v).max()
+    assert np.array_equal(step(list(range(len(tokens))), 3), whole)
+    for t in range(0, len(tokens), 9):
+        assert np.array_equal(step([t], 2)[0], whole[t])

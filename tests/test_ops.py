@@ -130,7 +130,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "attention": (Sample((*HEADS, KV), {"scaling": 0.3}, ATTENTION),
                   Sample((*HEADS, replace(KV, dtype="bf16", window=2)), {"scaling": 0.3, "window": 2, "softcap": 5.0},
                          ATTENTION),
-                  Sample((*HEADS, KV, f(4)), {"scaling": 0.3}, ATTENTION)),
+                  *(Sample((*HEADS, KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras}, ATTENTION)
+                    for extras in (("sinks",), ("slopes",), ("sinks", "slopes")))),
 }
 
 LEAVES = {"expert_linear", "top_k", "attention", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
@@ -360,6 +361,11 @@ REFUSED = [
     ("attention", (f("T", 3, 8), *HEADS[1:], KV), {"scaling": 1.0}, "don't divide"),
     ("attention", (*HEADS[:3], t("i32", "S"), t("i32", "S"), KV), {"scaling": 1.0}, "expected one a token"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "softcap": "none"}, "'softcap' must be of kind float"),
+    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0}, "got 7 operands"),
+    ("attention", (*HEADS, KV), {"scaling": 1.0, "extras": ("sinks",)}, r"with extras \['sinks'\]"),
+    ("attention", (*HEADS, KV, f(4), f(4)), {"scaling": 1.0, "extras": ("slopes", "sinks")}, "in this order"),
+    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0, "extras": ("slope",)}, "expected some of"),
+    ("attention", (*HEADS, KV, f(3)), {"scaling": 1.0, "extras": ("slopes",)}, r"slopes are f32\[3\]"),
 ]
 
 
@@ -512,6 +518,7 @@ def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(9, h, d)).astype(np.float32) * 2 for h, d in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     attrs = {"scaling": 0.4, "window": window, "softcap": softcap}
+    full = row("attention").complete(attrs)
     scale = "f32" if dtype == "i8" else ""
     spec = StateSpec((("k", kv_heads, 8), ("v", kv_heads, 6)), dtype, window, 0, 0, 0, scale)
 
@@ -520,7 +527,7 @@ def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window
         for lo, hi in zip([0, *cuts], [*cuts, 9]):
             places = np.arange(lo, hi, dtype=np.int32)
             chunk = (x[lo:hi] for x in (q, k, v))
-            pieces += row("attention").meaning(attrs, *chunk, places, np.zeros_like(places), state)
+            pieces += row("attention").meaning(full, *chunk, places, np.zeros_like(places), state)
         return np.concatenate(pieces)
 
     whole = run([])
@@ -535,14 +542,29 @@ def test_a_sink_is_a_score_without_a_value():
     q, k, v = (rng.standard_normal((5, h, 8)).astype(np.float32) for h in (4, 2, 2))
     sinks = rng.standard_normal(4).astype(np.float32)
     state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", 0, 0, 0, 0))
-    (got,) = row("attention").meaning({"scaling": 0.3, "window": 0, "softcap": 0.0}, q, k, v, np.arange(5),
-                                      np.zeros(5, int), state, sinks)
+    (got,) = row("attention").meaning(row("attention").complete({"scaling": 0.3, "extras": ("sinks",)}), q, k, v,
+                                      np.arange(5), np.zeros(5, int), state, sinks)
     wide = lambda x: torch.tensor(x).repeat_interleave(2, 1).transpose(0, 1).double()  # noqa: E731
     scores = torch.tensor(q).transpose(0, 1).double() @ wide(k).transpose(1, 2) * 0.3
     scores = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
     scores = torch.cat([scores, torch.tensor(sinks).double()[:, None, None].expand(4, 5, 1)], -1)
     want = (scores.softmax(-1)[..., :-1] @ wide(v)).transpose(0, 1)
     np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_a_slope_is_a_bias_by_distance():
+    """Torch's softmax over scores and ALiBi's bias, as its paper has it."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((5, h, 8)).astype(np.float32) for h in (4, 2, 2))
+    slopes = np.float32([0.5, 0.25, 0.125, 2.0])
+    state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", 0, 0, 0, 0))
+    (got,) = row("attention").meaning(row("attention").complete({"scaling": 0.3, "extras": ("slopes",)}), q, k, v,
+                                      np.arange(5), np.zeros(5, int), state, slopes)
+    wide = lambda x: torch.tensor(x).repeat_interleave(2, 1).transpose(0, 1).double()  # noqa: E731
+    scores = torch.tensor(q).transpose(0, 1).double() @ wide(k).transpose(1, 2) * 0.3
+    scores = scores + torch.tensor(slopes)[:, None, None] * torch.arange(5)
+    scores = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
+    np.testing.assert_allclose(got, (scores.softmax(-1) @ wide(v)).transpose(0, 1), atol=1e-6)
 
 
 def test_top_k_takes_the_lower_index_of_equal_elements():

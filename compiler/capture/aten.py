@@ -643,8 +643,9 @@ def _request_length(w, positions):
     return w.b.reshape(w.b.gather_rows(w.lengths(), w.requests), shape=w.shape)
 
 
-def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
-    """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's."""
+def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
+    """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's. ``extras`` are
+    operands of the row's by their ``names``."""
     if getattr(mask, "kind", None) not in ("causal", "sliding"):
         kind = getattr(mask, "kind", "computed")
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
@@ -653,9 +654,9 @@ def _attention(w, q, k, v, mask, sinks, scaling, window, softcap):
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
     state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
-    extra = [] if sinks is None else [w.value(sinks)]
-    result = w.b.attention(q, k, v, w.positions, w.requests, state, *extra, scaling=scaling, window=mask.window,
-                           softcap=softcap)
+    extras = [w.b.reshape(x, shape=w.b.shape(x)[1:]) if name == "rows" else w.value(x) for name, x in zip(names, extras)]
+    result = w.b.attention(q, k, v, w.positions, w.requests, state, *extras, scaling=scaling,
+                           window=mask.window, softcap=softcap, extras=tuple(names))
     return w.b.reshape(result, shape=w.shape)
 
 

@@ -210,7 +210,7 @@ def _replace(graph: torch.fx.Graph, found: Found) -> None:
         q, k, v = (new.shaped(x, (1, h, count, x.meta["val"].shape[-1])) for x, h in
                    ((found.q, heads), (k, groups), (found.v, groups)))
         mask = new(ours.mask.default, ids, None, "sliding" if found.rule.window else "causal", found.rule.window)
-        result = new(ours.attention.default, q, k, v, mask, None, found.rule.scaling, found.rule.window, 0.0)
+        result = new(ours.attention.default, q, k, v, mask, [], [], found.rule.scaling, found.rule.window, 0.0)
         result = new(aten.transpose.int, result, 1, 2)
         out = found.result.meta["val"]
         result = new.shaped(result, (*out.shape[:-2], count, out.shape[-1]))

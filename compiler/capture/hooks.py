@@ -1,7 +1,8 @@
 """Attention, masks, experts and rope by length through transformers' own extension points, recorded as operators of their own.
 
     adaptc::mask(like[1,T,D], padding, kind, window) -> [1,1,T,T]    stands for a mask, which is never computed
-    adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, sinks[H], scaling, window, softcap) -> [1,T,H,Dv]
+    adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, extras, names, scaling, window, softcap) -> [1,T,H,Dv]
+        ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order
     adaptc::index_rows(query[1,T,H,D], key[1,T,D], weights[1,T,H], top_k, scaling) -> i32[1,T,top_k]
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
@@ -51,7 +52,8 @@ def operators() -> None:
     torch.library.define("adaptc::mask", "(Tensor like, Tensor? padding, str kind, int window) -> Tensor")
     torch.library.define(
         "adaptc::attention",
-        "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? sinks, float scaling, int window, float softcap) -> Tensor",
+        "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor[] extras, str[] names, float scaling, int window, "
+        "float softcap) -> Tensor",
     )
     torch.library.define(
         "adaptc::expert_linear",
@@ -72,7 +74,7 @@ def _mask_shape(like, padding, kind, window):
     return like.new_empty((like.shape[0], 1, like.shape[1], like.shape[1]), dtype=torch.float32)
 
 
-def _attention_shape(q, k, v, mask, sinks, scaling, window, softcap):
+def _attention_shape(q, k, v, mask, extras, names, scaling, window, softcap):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
@@ -184,14 +186,14 @@ def _mask(original: Callable, kind: str) -> Callable:
 
 def _attention(names: dict[int, str]) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, s_aux=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, indices=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
         if unknown:
             raise CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
-                "attention operator doesn't have; it has scaling, sliding_window, softcap and s_aux."
+                "attention operator doesn't have; it has scaling, sliding_window, softcap, s_aux and indices."
             )
         if attention_mask is None:
             raise CaptureError(
@@ -200,8 +202,9 @@ def _attention(names: dict[int, str]) -> Callable:
             )
         width = query.shape[-1]
         scaling = width**-0.5 if scaling is None else scaling
+        extras = {name: x for name, x in (("sinks", s_aux), ("rows", indices)) if x is not None}
         return (
-            torch.ops.adaptc.attention(query, key, value, attention_mask, s_aux, float(scaling),
+            torch.ops.adaptc.attention(query, key, value, attention_mask, [*extras.values()], [*extras], float(scaling),
                                        int(sliding_window or 0), float(softcap or 0.0)),
             None,
         )

@@ -30,7 +30,8 @@ def matrices(program: Program) -> set[str]:
             if node.name == "func.call":
                 body = functions[ir.FlatSymbolRefAttr(node.op.attributes["callee"]).value]
                 result &= packed(body.entry_block.arguments[number])
-            elif node.row is None or number not in node.row.matrix_operands([Builder.spec(v) for v in node.operands]):
+            elif node.row is None or number not in node.row.matrix_operands(
+                    node.attrs, [Builder.spec(v) for v in node.operands]):
                 return False
         return result
 

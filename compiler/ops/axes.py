@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any, Mapping, Sequence
 
+from adaptc.ops.table import EXTRAS
 from adaptc.protocol import StateSpec, TensorSpec
 
 AxisMap = tuple[tuple[int | None, ...], ...]
@@ -29,9 +30,10 @@ def axis_map(row, attrs: Mapping[str, Any], operands: Sequence[TensorSpec | Stat
     if not left:
         return tuple(_aligned(len(spec.shape), rank) for spec in operands)
     out = _letters(right[min(result, len(right) - 1)].rstrip("*"), rank)
+    places = row.places(attrs, len(operands)) if EXTRAS in row.attrs else range(len(operands))
     return tuple(
         () if isinstance(spec, StateSpec) else _by_factors(_rule(left, i - _before(row.state, i)), len(spec.shape), out)
-        for i, spec in enumerate(operands)
+        for i, spec in zip(places, operands)
     )
 
 

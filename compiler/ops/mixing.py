@@ -98,10 +98,15 @@ def _rope_down(b, a, x, cos, sin):
 
 
 def _infer_attention(attrs, operands):
-    q, k, v, positions, requests, state, *sinks = operands
-    for sink in sinks:
-        expect(sink.shape == q.shape[1:2] and sink.dtype == "f32",
-               f"attention: sinks are {sink.dtype}{list(sink.shape)}, expected f32, one a query head.")
+    q, k, v, positions, requests, state, *extras = operands
+    for name, extra in zip(attrs["extras"], extras):
+        if name == "rows":
+            expect(extra.dtype == "i32" and len(extra.shape) == 2 and extra.shape[0] == q.shape[0] and not attrs["window"],
+                   f"attention: rows are {extra.dtype}{list(extra.shape)} with a window of {attrs['window']}; expected "
+                   "i32[T, K] and none.")
+            continue
+        expect(extra.shape == q.shape[1:2] and extra.dtype == "f32",
+               f"attention: {name} are {extra.dtype}{list(extra.shape)}, expected f32, one a query head.")
     kinds = tuple(o.dtype for o in operands[:5])
     expect(
         kinds == ("f32", "f32", "f32", "i32", "i32"),
@@ -127,9 +132,11 @@ def _infer_attention(attrs, operands):
     return (TensorSpec("f32", (q.shape[0], q.shape[1], dv)),)
 
 
-def _attention(attrs, q, k, v, positions, requests, state: RowState, sinks=None):
-    """softmax(q·kᵀ·scaling [softcapped]) · v over the rows each token may see, in float64. A head's sink is one more
-    score, whose value is 0."""
+def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
+    """softmax(q·kᵀ·scaling [softcapped] [+ slope · (key's position - query's)]) · v over the rows each token may see,
+    in float64: up to its own, or those of them that its row of ``rows`` names (-1: none). A head's slope is ALiBi's (https://arxiv.org/abs/2108.12409); its sink is one more score, whose value
+    is 0."""
+    given = dict(zip(attrs["extras"], extras))
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         state.append(request, position, (k[t], v[t]))
     groups = q.shape[1] // k.shape[1]
@@ -140,22 +147,42 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, sinks=None)
             keys, values = state.read(request, lo, position + 1)
         except KeyError:
             raise LegalityError(f"attention: request {request} lacks rows for positions below {position}.") from None
+        places = np.arange(lo, position + 1)
+        if "rows" in given:
+            places = given["rows"][t][given["rows"][t] >= 0]
+            expect(0 < len(places) and places.max() <= position,
+                   f"attention: position {position} chooses {places.tolist()}; expected positions up to it.")
+            keys, values = keys[places], values[places]
         query = q[t].reshape(k.shape[1], groups, -1).astype(np.float64)
         scores = np.einsum("hgd,phd->hgp", query, keys.astype(np.float64)) * attrs["scaling"]
         if attrs["softcap"]:
             scores = attrs["softcap"] * np.tanh(scores / attrs["softcap"])
-        if sinks is not None:
-            scores = np.concatenate([scores, sinks.reshape(k.shape[1], groups, 1).astype(np.float64)], -1)
+        if "slopes" in given:
+            slopes = given["slopes"].reshape(k.shape[1], groups, 1).astype(np.float64)
+            scores = scores + slopes * (places - position)
+        if "sinks" in given:
+            scores = np.concatenate([scores, given["sinks"].reshape(k.shape[1], groups, 1).astype(np.float64)], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        weights = weights[..., : position + 1 - lo]
+        weights = weights[..., : len(places)]
         result[t] = np.einsum("hgp,phd->hgd", weights, values.astype(np.float64)).reshape(q.shape[1], -1)
     return (result,)
 
 
+def _chosen(attrs, operands) -> int:
+    """Rows that a token chooses; 0 when it reads all that it sees."""
+    return dict(zip(attrs["extras"], operands[6:]))["rows"].shape[1] if "rows" in attrs["extras"] else 0
+
+
+def _attention_reads(attrs, operands):
+    """The rows of the context that each request reads, or that each token chooses."""
+    chosen = _chosen(attrs, operands)
+    return f"T*{context_symbol(chosen)}" if chosen else f"R*{context_symbol(attrs['window'])}"
+
+
 def _attention_flops(attrs, operands, results):
     q, _, v = operands[:3]
-    context = context_symbol(attrs["window"])
+    context = context_symbol(_chosen(attrs, operands) or attrs["window"])
     return scaled(size((q.shape[0], q.shape[1], context, q.shape[2] + v.shape[2])), 2)
 
 
@@ -163,7 +190,8 @@ ROWS = [
     OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, attrs={"interleaved": False, "turned": 0},
           factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
-    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?"), _infer_attention, _attention,
-          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0}, factors="thd,thd,the,t,t,h->the",
-          cost=_attention_flops, state=5),
+    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?", "rows?"), _infer_attention,
+          _attention,
+          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}, factors="thd,thd,the,t,t,h,h,tk->the",
+          cost=_attention_flops, state=5, reads=_attention_reads),
 ]

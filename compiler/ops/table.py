@@ -19,6 +19,9 @@ from adaptc.protocol import StateSpec, TensorSpec
 REQUIRED = object()
 """Marks an attribute without a default."""
 
+EXTRAS = "extras"
+"""Attribute of operators with several optional operands: the names of those that are given."""
+
 DECLARATIONS = ("weight", "state_slot", "get", "yield")
 """Operations of the dialect that aren't rows of the table: names that no row may have."""
 
@@ -32,7 +35,8 @@ class OpRow:
     """One operator.
 
     operands   names in order; a trailing ``?`` marks an optional last operand, ``*`` one or more last operands, ``+``
-               a first operand that is one float tensor or the three results of ``quantize`` in its place
+               a first operand that is one float tensor or the three results of ``quantize`` in its place; of several
+               optional ones, the attribute ``extras`` names those that are given, in the order of the row
     attrs      attribute name → default value, which also says its kind, or REQUIRED
     infer      (attrs, operand specs) → result specs; raises LegalityError naming what doesn't fit
     factors    einsum-like rule of which dimensions correspond, e.g. "tk,nk->tn", with a term for each of ``operands``
@@ -42,6 +46,8 @@ class OpRow:
     meaning    (attrs, *arrays) → tuple of arrays, in plain float32 numpy: the oracle
     decompose  (build, attrs, *values) → tuple of values in lower operators; None for the floor
     state      index of the operand that is a state, if the operator is stateful
+    reads      (attrs, operand specs) → the rows of its state that a step reads, as a product of symbols; by default the
+               context of each request, "R*C", as far as the state's window goes
     appends    a stateful operator appends the step's rows to its state; else it only reads what another one appended
     gathers    (table, indices): of operand ``table`` only the rows that operand ``indices`` names are read
     views      the result holds the operand's elements, moved or renamed, and nothing else
@@ -62,6 +68,7 @@ class OpRow:
     cost: Callable[[Mapping[str, Any], Sequence[Spec], Sequence[TensorSpec]], Form] = lambda a, o, r: {}
     decompose: Callable[..., tuple] | None = None
     state: int | None = None
+    reads: Callable[[Mapping[str, Any], Sequence[Spec]], str] | None = None
     appends: bool = True
     gathers: tuple[int, int] | None = None
     views: bool = False
@@ -86,29 +93,41 @@ class OpRow:
         """Whether a ``+`` operand is given as the three results of ``quantize``."""
         return bool(self.operands and self.operands[0].endswith("+") and operands and operands[0].dtype == "i8")
 
-    def check_operands(self, operands: Sequence[Spec]) -> None:
+    def check_operands(self, attrs: Mapping[str, Any], operands: Sequence[Spec]) -> None:
         """Their number, and that the state, and nothing else, is one."""
         count = len(operands) - (2 if self.quantized(operands) else 0)
-        least = sum(not name.endswith("?") for name in self.operands)
+        optional = [name.rstrip("?") for name in self.operands if name.endswith("?")]
+        least, most = len(self.operands) - len(optional), len(self.operands)
         many = any(name.endswith("*") for name in self.operands)
-        if count < least or (count > len(self.operands) and not many):
-            raise LegalityError(f"{self.name}: got {len(operands)} operands, expected ({', '.join(self.operands)}).")
+        if EXTRAS in self.attrs:
+            given = attrs.get(EXTRAS, ())
+            if list(given) != [name for name in optional if name in given]:
+                raise LegalityError(f"{self.name}: {EXTRAS} are {list(given)}, expected some of {optional}, in this order.")
+            least = most = least + len(given)
+        if count < least or (count > most and not many):
+            raise LegalityError(f"{self.name}: got {len(operands)} operands, expected ({', '.join(self.operands)})"
+                                + (f" with {EXTRAS} {list(attrs.get(EXTRAS, ()))}." if EXTRAS in self.attrs else "."))
         for i, operand in enumerate(operands):
             if isinstance(operand, StateSpec) != (i == self.state):
                 expected = "a state" if i == self.state else "a tensor"
                 raise LegalityError(f"{self.name}: operand {i} must be {expected}, got {operand}.")
 
-    def matrix_operands(self, operands: Sequence[Spec]) -> tuple[int, ...]:
+    def places(self, attrs: Mapping[str, Any], count: int) -> tuple[int, ...]:
+        """Which entry of ``operands`` each of ``count`` operands is, where nothing is quantised."""
+        absent = {name for name in self.operands if name.endswith("?") and EXTRAS in self.attrs
+                  and name.rstrip("?") not in attrs.get(EXTRAS, ())}
+        places = [i for i, name in enumerate(self.operands) if name not in absent]
+        return tuple((places + places[-1:] * (count - len(places)))[:count])
+
+    def matrix_operands(self, attrs: Mapping[str, Any], operands: Sequence[Spec]) -> tuple[int, ...]:
         """Which of ``operands`` are ``matrices``."""
-        quantized = self.operands and self.operands[0].endswith("+") and operands and operands[0].dtype == "i8"
-        names = [name.rstrip("?+") for name in self.operands]
-        names[:1] = names[:1] * (3 if quantized else 1)
-        names += [names[-1]] * (len(operands) - len(names)) if names else []
-        return tuple(i for i, name in enumerate(names[: len(operands)]) if name in self.matrices)
+        parts = 2 if self.quantized(operands) else 0
+        places = (0,) * parts + self.places(attrs, len(operands) - parts)
+        return tuple(i for i, place in enumerate(places) if self.operands[place].rstrip("?+") in self.matrices)
 
     def results(self, attrs: Mapping[str, Any], operands: Sequence[Spec]) -> tuple[TensorSpec, ...]:
         """What the operator gives; LegalityError when its attributes or operands don't fit."""
-        self.check_operands(operands)
+        self.check_operands(attrs, operands)
         return self.infer(self.complete(attrs), operands)
 
 
@@ -123,7 +142,7 @@ def _as_kind(operator: str, name: str, value: Any, default: Any) -> Any:
     raise LegalityError(f"{operator}: attribute {name!r} must be of kind {type(default).__name__}, got {value!r}.")
 
 
-_FUNCTIONS = ("infer", "meaning", "axes", "cost", "decompose")
+_FUNCTIONS = ("infer", "meaning", "axes", "cost", "decompose", "reads")
 """Columns of a row that are called."""
 
 
@@ -169,12 +188,16 @@ def _problems(row: OpRow):
     last = len(row.operands) - 1
     if isinstance(row.operands, str):
         yield f"operands are {row.operands!r}, expected a tuple of names."
+    several = EXTRAS in row.attrs
     for i, name in enumerate(row.operands):
-        if not re.fullmatch(r"[A-Za-z]\w*[?*+]?", name) or name[-1] in "?*" and i != last or name[-1] == "+" and i:
+        follows = all(later.endswith("?") for later in row.operands[i + 1 :]) if several and name[-1] == "?" else i == last
+        if not re.fullmatch(r"[A-Za-z]\w*[?*+]?", name) or name[-1] in "?*" and not follows or name[-1] == "+" and i:
             yield f"operand {name!r}: only the last name may end in ? or *, and the first in +."
+    if several and row.attrs[EXTRAS] != ():
+        yield f"the default of {EXTRAS} is {row.attrs[EXTRAS]!r}, expected ()."
     for name in _FUNCTIONS:
         function = getattr(row, name)
-        if not callable(function) and not (function is None and name in ("axes", "decompose")):
+        if not callable(function) and not (function is None and name in ("axes", "decompose", "reads")):
             yield f"{name} is {function!r}, expected a function."
     if row.state is not None and row.state not in range(len(row.operands)):
         yield f"state is operand {row.state}, but there are {len(row.operands)}."

@@ -37,7 +37,8 @@ def cost_of(spec: OpSpec, packed: PackedBytes) -> Cost:
     whole = [_bytes(o, packed) for o in (*spec.operands, *spec.results)]
     for i, operand in enumerate(spec.operands):
         if isinstance(operand, StateSpec):
-            whole[i] = _state_bytes(operand, operator.appends)
+            reads = operator.reads(attrs, spec.operands) if operator.reads else f"R*{context_symbol(operand.window)}"
+            whole[i] = _state_bytes(operand, operator.appends, reads)
     if operator.gathers:
         table, rows = operator.gathers
         whole[table] = _row_bytes(spec.operands[table], spec.operands[rows], packed)
@@ -54,10 +55,10 @@ def _bytes(spec: TensorSpec | StateSpec, packed: PackedBytes) -> Form:
     return scaled(size(spec.shape), DTYPE_BYTES[spec.dtype])
 
 
-def _state_bytes(spec: StateSpec, appends: bool) -> Form:
-    """The rows that the step's tokens append, and the context rows that each request reads."""
+def _state_bytes(spec: StateSpec, appends: bool, reads: str) -> Form:
+    """The rows that the step's tokens append, and those that it reads."""
     row_bytes = spec.token_bytes()
-    read = {f"R*{context_symbol(spec.window)}": row_bytes}
+    read = {reads: row_bytes}
     return added({"T": row_bytes}, read) if appends else read
 
 

@@ -81,7 +81,7 @@ def _symbol(value: ir.Value) -> str:
 
 
 def _stored(spec: OpSpec, weights: Sequence[str], formats: Mapping[str, WeightFormat]) -> OpSpec:
-    matrices = row(spec.op).matrix_operands(spec.operands)
+    matrices = row(spec.op).matrix_operands(spec.attrs, spec.operands)
     operands = tuple(replace(o, format=formats[name]) if i in matrices and name in formats else o
                      for i, (o, name) in enumerate(zip(spec.operands, weights)))
     return replace(spec, operands=operands)

@@ -19,8 +19,9 @@ from adaptc.backends.cpu.kernels import vmath
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
 from adaptc.backends.cpu.kernels.division import Count, Division, Unit, first_key, tile_tokens
 from adaptc.backends.cpu.kernels.elementwise import STORED, narrow
-from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Copied, Rows, Running, Stored, Visit
-from adaptc.backends.cpu.kernels.pages import COLUMNS, Block, Pages, common_lanes, load_index, page_elements, room, widths_of
+from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Copied, Rows, Running, Slant, Stored, Visit
+from adaptc.backends.cpu.kernels.pages import (COLUMNS, Block, Pages, common_lanes, load_index, page_elements, room,
+                                               widths_of)
 from adaptc.backends.cpu.levels import Level
 from adaptc.options import KEPT
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, StateSpec, TensorSpec
@@ -81,7 +82,7 @@ def emit_append(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 # ---- attend
 
 
-def _pieces_of(group: int) -> list[tuple[int, int, int]]:
+def pieces_of(group: int) -> list[tuple[int, int, int]]:
     """How the rows of a token fall into sets that share loads, of nearly equal size: (from, to, rows a set)."""
     size = -(-group // -(-group // TOGETHER))
     short = -(-group // size) * size - group
@@ -97,6 +98,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     width, value_width, block, span = (params[k] for k in ("width", "value_width", "key_block", "span"))
     query, positions, requests, pool, table, *more = (e.buffer(i) for i in range(len(attend_signature(params))))
     sinks = more.pop(0) if params["sinks"] else None
+    slopes = more.pop(0) if params["slopes"] else None
     slots = more.pop(0) if params["slots"] else None
     out = more.pop()
     rows, visit, copied = Rows(e, params), Visit(e, params), Copied(e, params)
@@ -113,6 +115,10 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 
     def position_of(unit: Unit, row: Value) -> Value:
         return e.add(unit.position, e.div(row, group))
+
+    def slant(unit: Unit, row: Value, base: Value) -> Slant:
+        head = e.rem(offset_of(unit, row), heads)
+        return Slant(e.load(e.at(slopes, head, "f32"), "f32"), e.sub(position_of(unit, row), base))
 
     def each_row(unit: Unit, body: Callable[[Value], None]) -> None:
         with e.loop(0, division.rows(unit)) as row:
@@ -132,11 +138,12 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         def run(first: Value, number: int) -> None:
             chosen = [e.add(first, i) for i in range(number)]
             queries = [e.at(query, e.mul(offset_of(unit, row), width), "f32") for row in chosen]
-            visit(data, [rows.piece(place, row) for row in chosen], queries, low, high)
+            slants = [slant(unit, row, base) for row in chosen] if slopes else None
+            visit(data, [rows.piece(place, row) for row in chosen], queries, low, high, slants)
 
         with e.when(e.compare("slt", low, high)):
             first = e.mul(token, group)
-            for begin, end, number in [(0, count * group, count * group)] if count > 1 else _pieces_of(group):
+            for begin, end, number in [(0, count * group, count * group)] if count > 1 else pieces_of(group):
                 if end - begin == number:
                     run(e.add(first, begin), number)
                 else:
@@ -249,13 +256,13 @@ def emit_merge(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 # ---- declaration
 
 
-def _state(params: Mapping[str, Any]) -> tuple[str, str]:
+def state_of(params: Mapping[str, Any]) -> tuple[str, str]:
     return f"state:{params['dtype']}[pages,{page_elements(params)}]", f"pages:i32[R,{params['max_pages']}]"
 
 
 def append_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     rows = tuple(f"in:f32[T,{params['kv_heads']},{width}]" for width in widths_of(params))
-    return (*rows, "in:i32[T]", "in:i32[T]", *_state(params))
+    return (*rows, "in:i32[T]", "in:i32[T]", *state_of(params))
 
 
 def _pieces(params: Mapping[str, Any]) -> TensorSpec:
@@ -264,16 +271,16 @@ def _pieces(params: Mapping[str, Any]) -> TensorSpec:
 
 
 def _shared(params: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Entries for sinks and for pieces, each none or one."""
-    sinks = [f"weight:f32[{params['heads']}]"] if params["sinks"] else []
+    """Entries for values a head, one each of sinks and slopes that there are, and for pieces, none or one."""
+    extras = [f"in:f32[{params['heads']}]" for name in ("sinks", "slopes") if params.get(name)]
     slots, size = _pieces(params).shape
-    return sinks, [f"scratch:f32[{slots},{size}]"] if slots else []
+    return extras, [f"scratch:f32[{slots},{size}]"] if slots else []
 
 
 def attend_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     query, out = (f"f32[T,{params['heads']},{params[name]}]" for name in ("width", "value_width"))
-    sinks, slots = _shared(params)
-    return (f"in:{query}", "in:i32[T]", "in:i32[T]", *_state(params), *sinks, *slots, f"out:{out}")
+    extras, slots = _shared(params)
+    return (f"in:{query}", "in:i32[T]", "in:i32[T]", *state_of(params), *extras, *slots, f"out:{out}")
 
 
 def merge_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
@@ -302,7 +309,8 @@ def slots_for(state: StateSpec, heads: int) -> int:
 def select(spec: OpSpec) -> Selection | None:
     """Every row is written before any is read, and every piece before any is merged: a kernel each. None for widths
     that don't fill vectors."""
-    query, key, value, _, _, state, *sinks = spec.operands
+    query, key, value, _, _, state, *_ = spec.operands
+    extras = {name: f"operand:{6 + i}" for i, name in enumerate(spec.attrs.get("extras", ()))}
     assert isinstance(state, StateSpec)
     width, value_width = key.shape[2], value.shape[2]
     sizes = (width, value_width, state.key_block)
@@ -313,26 +321,43 @@ def select(spec: OpSpec) -> Selection | None:
         "scale": state.scale, "value_width": value_width, "width": width,
     }  # fmt: skip
     division = {
-        "heads": query.shape[1], "kv_heads": key.shape[1], "sinks": bool(sinks),
+        "heads": query.shape[1], "kv_heads": key.shape[1], "sinks": "sinks" in extras,
         "slots": slots_for(state, query.shape[1]), "span": SPAN_BLOCKS * state.key_block, "value_width": value_width,
         "window": int(spec.attrs.get("window", 0)),
     }  # fmt: skip
     attend = paging | division | {
         "key_block": state.key_block, "scaling": float(spec.attrs["scaling"]),
-        "softcap": float(spec.attrs.get("softcap", 0.0)),
+        "slopes": "slopes" in extras, "softcap": float(spec.attrs.get("softcap", 0.0)),
     }  # fmt: skip
     merge = division | {"width": width, "key_block": state.key_block}  # which decide the vectors
     where, cache = ("operand:3", "operand:4"), ("state:5", "pages:5")
-    shared = ["operand:6"] if sinks else []
-    shared += ["scratch:0"] if division["slots"] else []
+    slots = ["scratch:0"] if division["slots"] else []
+    merged = [operand for name, operand in extras.items() if name == "sinks"]
+    append = ("kv_append", paging, ("operand:1", "operand:2", *where, *cache))
+    if "rows" in extras:
+        return _select_rows(append, paging, attend, spec, extras)
     uses = [
-        ("kv_append", paging, ("operand:1", "operand:2", *where, *cache)),
-        ("attend", attend, ("operand:0", *where, *cache, *shared, "result:0")),
+        append,
+        ("attend", attend, ("operand:0", *where, *cache, *extras.values(), *slots, "result:0")),
     ]
-    if division["slots"]:
-        uses.append(("attend_merge", merge, (*where, *shared, "result:0")))
-    kernels = (KernelUse(KernelSpec(family, tuple(sorted(params.items()))), args) for family, params, args in uses)
-    return Selection(tuple(kernels), (_pieces(division),) if division["slots"] else ())
+    if slots:
+        uses.append(("attend_merge", merge, (*where, *merged, *slots, "result:0")))
+    return Selection(uses_of(uses), (_pieces(division),) if division["slots"] else ())
+
+
+def _select_rows(append: tuple, paging: Mapping[str, Any], attend: Mapping[str, Any], spec: OpSpec,
+                 extras: Mapping[str, str]) -> Selection | None:
+    """``attend_rows`` in place of ``attend``, which has no slopes."""
+    if attend["slopes"]:
+        return None
+    names = ("heads", "key_block", "scaling", "sinks", "softcap")
+    params = dict(paging) | {name: attend[name] for name in names} | {"top_k": spec.operands[-1].shape[1]}
+    reads = ("operand:0", "operand:4", "state:5", "pages:5", *extras.values())
+    return Selection(uses_of([append, ("attend_rows", params, (*reads, "result:0"))]))
+
+
+def uses_of(uses: list[tuple]) -> tuple[KernelUse, ...]:
+    return tuple(KernelUse(KernelSpec(family, tuple(sorted(params.items()))), args) for family, params, args in uses)
 
 
 SELECT = {"attention": select}

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from adaptc.backends.cpu.kernels.attention import uses_of
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value
 from adaptc.backends.cpu.kernels.division import Count
 from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Stored
 from adaptc.backends.cpu.kernels.pages import COLUMNS, Block, Pages, load_index, page_elements, room
 from adaptc.backends.cpu.levels import Level
 from adaptc.options import KEPT
-from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, StateSpec, TensorSpec
+from adaptc.protocol import OpSpec, Selection, StateSpec, TensorSpec
 
 FEW = 16
 """Most tokens of a step whose scores threads share."""
@@ -212,10 +213,9 @@ def select(spec: OpSpec) -> Selection | None:
     rows = scores | {"top_k": spec.attrs["top_k"]}
     where, cache = ("operand:3", "operand:4"), ("state:5", "pages:5")
     reads = ("operand:0", "operand:2", *where, *cache, "scratch:0")
-    uses = (("kv_append", paging, ("operand:1", *where, *cache)), ("index_scores", scores, reads),
-            ("index_rows", rows, (*reads, "result:0")))
-    kernels = tuple(KernelUse(KernelSpec(family, tuple(sorted(params.items()))), args) for family, params, args in uses)
-    return Selection(kernels, (TensorSpec("f32", (FEW, _room(scores))),))
+    uses = [("kv_append", paging, ("operand:1", *where, *cache)), ("index_scores", scores, reads),
+            ("index_rows", rows, (*reads, "result:0"))]
+    return Selection(uses_of(uses), (TensorSpec("f32", (FEW, _room(scores))),))
 
 
 SELECT = {"index_rows": select}

@@ -303,8 +303,17 @@ class Rows:
         return e.and_(e.compare("sle", start, position), ends)
 
 
+@dataclass(frozen=True)
+class Slant:
+    """What a row's scores rise by for each later key (f32), and the row's own position from the block's start (i64):
+    its own key's score stays."""
+
+    slope: Value
+    place: Value
+
+
 class Visit:
-    """Merges keys of a block into rows: ``visit(block, parts, queries, low, high)``."""
+    """Merges keys of a block into rows: ``visit(block, parts, queries, low, high, slants)``."""
 
     def __init__(self, e: Emitter, params: Mapping[str, Any]):
         self.e, self.params = e, params
@@ -321,8 +330,16 @@ class Visit:
         e, cap, scaling = self.e, self.params["softcap"], self.params["scaling"]
         return e.mul(vmath.tanh(e, e.mul(score, scaling / cap)), cap) if cap else e.mul(score, scaling)
 
+    def _slanted(self, score: Value, slant: Slant | None, key: Value) -> Value:
+        """The scores of keys (i32, from the block's start) with what their distance adds."""
+        if slant is None:
+            return score
+        e = self.e
+        behind = e.sub(key, e.splat(e.cast("trunci", slant.place, "i32"), self.lanes))
+        return e.fma(e.splat(slant.slope, self.lanes), e.cast("sitofp", behind, "f32"), score)
+
     def __call__(self, block: Stored | Copied, parts: Sequence[Running], queries: Sequence[Value], low: Value,
-                 high: Value) -> None:
+                 high: Value, slants: Sequence[Slant] | None = None) -> None:
         """Rows ``parts`` with their ``queries`` all see keys [low, high) of a block, relative to its start."""
         e, lanes, floats = self.e, self.lanes, self.floats
         count = len(parts)
@@ -342,7 +359,8 @@ class Visit:
                 visible = e.and_(e.compare("sge", at, lows), e.compare("slt", at, highs))
                 for i in each:
                     score = self._times(block, 0, e.add(key.index, v * lanes), scores[i][v])
-                    score = e.select(visible, self._scaled(score), -math.inf)
+                    score = self._slanted(self._scaled(score), slants[i] if slants else None, at)
+                    score = e.select(visible, score, -math.inf)
                     e.store(score, e.at(e.at(weights[i], key.index, "f32"), v * lanes, "f32"))
                     most[i] = _lane_maximum(e, most[i], score)
             key.end(*most)

@@ -122,7 +122,7 @@ class Copies:
         e, place = self.e, self.pages.at(request, position)
         parts = (*self.pages.rows(*place, head), *self.pages.scales(*place, head))
         for source, target, size in zip(parts, self.place.starts, self.row_bytes):
-            unit = min(size, COLUMNS)
+            unit = next(u for u in (32, 16, 8, COLUMNS) if size % u == 0)
             with e.loop(0, size, unit) as c:
                 data = e.load(e.at(source, c.index), vec(unit, "i8"))
                 e.store(data, e.at(e.at(target, e.mul(row, size)), c.index))
