@@ -17,6 +17,7 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
+from unittest import mock
 
 import numpy as np
 
@@ -29,7 +30,11 @@ TOLERANCE = 1e-4
 """Largest difference of a row's logits, as a share of the row's largest one."""
 
 NEAR_TIE = 1e-5
-"""A router whose k-th and next score are closer than this may choose another expert in another order of sums."""
+"""A router whose k-th and next score are closer than this may choose another expert in another order of sums, and an
+index other tokens."""
+
+MASKED = -1e30
+"""Scores from here down are masked: what is chosen with one of them isn't seen."""
 
 BASE = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -149,25 +154,23 @@ def reference(folder: Path, tokens) -> tuple[np.ndarray, np.ndarray]:
 
 
 def forward(model, tokens) -> tuple[np.ndarray, np.ndarray]:
-    """(logits f32[T, V] of the authors' own forward, smallest margin of a router's choice at each token)."""
+    """(logits f32[T, V] of the authors' own forward, smallest margin of a router's or an index's choice at each token)."""
     import torch
 
     model.eval()
     margins = np.full(len(tokens), np.inf)
-    original = torch.topk
+    original = torch.Tensor.topk
 
     def topk(scores, k, *args, **kwargs):
-        if scores.ndim == 2 and scores.shape[0] == len(tokens) and k < scores.shape[1]:
-            ordered = original(scores.float(), k + 1, dim=-1).values
-            margins[:] = np.minimum(margins, (ordered[:, k - 1] - ordered[:, k]).detach().numpy())
+        rows = scores.flatten(0, -2)
+        if rows.ndim == 2 and rows.shape[0] == len(tokens) and k < rows.shape[1]:
+            ordered = original(rows.float(), k + 1, dim=-1).values
+            margin = (ordered[:, k - 1] - ordered[:, k]).masked_fill(ordered[:, k] <= MASKED, np.inf)
+            margins[:] = np.minimum(margins, margin.detach().numpy())
         return original(scores, k, *args, **kwargs)
 
-    torch.topk = topk
-    try:
-        with torch.inference_mode():
-            logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
-    finally:
-        torch.topk = original
+    with mock.patch.object(torch, "topk", topk), mock.patch.object(torch.Tensor, "topk", topk), torch.inference_mode():
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
     return logits, margins
 
 

@@ -53,7 +53,7 @@ def raised(exported: torch.export.ExportedProgram, constants: Mapping[str, torch
     if any(map(writes, exported.graph.nodes)):  # what writes into memory becomes what makes a new tensor
         exported = exported.run_decompositions({})
     graph = exported.graph
-    _drop_checks(graph)
+    drop_checks(graph)
     found = [node for node in graph.nodes if key(node) == SDPA or _is_softmax_of_pairs(node)]
     if not found:
         return exported
@@ -71,7 +71,7 @@ def raised(exported: torch.export.ExportedProgram, constants: Mapping[str, torch
     return exported
 
 
-def _drop_checks(graph: torch.fx.Graph) -> None:
+def drop_checks(graph: torch.fx.Graph) -> None:
     """Takes out what nothing uses, and checks on what the trace assumed, which would keep masks alive."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and key(node) in SKIPPED and not node.users:

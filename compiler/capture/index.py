@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
+from torch.utils._sympy.functions import Min
 
 from adaptc.capture import hooks
-from adaptc.capture.attention import (AFFINE, COPIES, PRODUCTS, VIEWS, Inserter, Masks, Unproven, is_of_pairs,
-                                      pairs_stay)
+from adaptc.capture.attention import (AFFINE, COPIES, PRODUCTS, VIEWS, Inserter, Masks, Unproven, drop_checks,
+                                      is_of_pairs, pairs_stay)
 from adaptc.capture.places import place_of
 from adaptc.capture.walk import key, writes
 from adaptc.errors import CaptureError
@@ -55,6 +55,7 @@ def indexed(exported: torch.export.ExportedProgram, constants: Mapping[str, torc
     if any(map(writes, exported.graph.nodes)):  # what writes into memory becomes what makes a new tensor
         exported = exported.run_decompositions({})
     graph, problems = exported.graph, []
+    drop_checks(graph)
     masks = Masks(exported, constants, context)
     for node in [node for node in graph.nodes if _is_choice(node)]:
         try:
@@ -129,7 +130,7 @@ def _count(given: Any, context: int) -> int:
     if isinstance(given, int):
         return given
     expression = given.meta["val"].node.expr
-    numbers = [int(a) for a in expression.args if a.is_Integer] if isinstance(expression, sympy.Min) else []
+    numbers = [int(a) for a in expression.args if a.is_Integer] if isinstance(expression, Min) else []
     if len(numbers) == 1 and len(expression.args) == 2:
         return numbers[0]
     if expression.is_Symbol and context:
@@ -157,7 +158,7 @@ def _taken(choice: torch.fx.Node) -> Iterator[torch.fx.Node]:
 def _replace(graph: torch.fx.Graph, found: Found) -> None:
     hooks.operators()
     with graph.inserting_before(found.choice):
-        new = Inserter(graph, found.choice)
+        new = Inserter(graph, found.choice.args[0])
         keys = new(torch.ops.aten.squeeze.dim, new(torch.ops.aten.transpose.int, found.keys, -2, -1), 1)
         weights = new(torch.ops.aten.squeeze.dim, found.weights, 2)
         rows = new(torch.ops.adaptc.index_rows.default, found.query, keys, weights, found.top_k, found.scaling)
