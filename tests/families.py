@@ -103,6 +103,9 @@ FAMILIES: Mapping[str, Family] = {
                                                     routed_scaling_factor=2.5) | rope(
         "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0,
         original_max_position_embeddings=16)),
+    "glm_moe_dsa": Family("glm_moe_dsa", MLA | dict(
+        num_hidden_layers=2, q_lora_rank=32, n_group=2, topk_group=1, index_topk=8, index_n_heads=8, index_head_dim=16,
+        mlp_layer_types=["dense", "sparse"], indexer_types=["full", "shared"])),
 }
 
 
@@ -154,7 +157,8 @@ def reference(folder: Path, tokens) -> tuple[np.ndarray, np.ndarray]:
 
 
 def forward(model, tokens) -> tuple[np.ndarray, np.ndarray]:
-    """(logits f32[T, V] of the authors' own forward, smallest margin of a router's or an index's choice at each token)."""
+    """(logits f32[T, V] of the authors' own forward, smallest margin of the choices of routers and indexes up to each
+    token: later tokens see what an earlier one has become)."""
     import torch
 
     model.eval()
@@ -171,7 +175,7 @@ def forward(model, tokens) -> tuple[np.ndarray, np.ndarray]:
 
     with mock.patch.object(torch, "topk", topk), mock.patch.object(torch.Tensor, "topk", topk), torch.inference_mode():
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
-    return logits, margins
+    return logits, np.minimum.accumulate(margins)
 
 
 def tokens_of(count: int, seed: int) -> list[int]:

@@ -193,5 +193,5 @@ ROWS = [
     OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?", "rows?"), _infer_attention,
           _attention,
           attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}, factors="thd,thd,the,t,t,h,h,tk->the",
-          cost=_attention_flops, state=5, reads=_attention_reads),
+          cost=_attention_flops, state=5, reads=_attention_reads, earlier=("rows",)),
 ]

@@ -48,6 +48,8 @@ class OpRow:
     state      index of the operand that is a state, if the operator is stateful
     reads      (attrs, operand specs) → the rows of its state that a step reads, as a product of symbols; by default the
                context of each request, "R*C", as far as the state's window goes
+    earlier    operands of a stateful operator that name, for each token, positions of its own request up to its own,
+               ascending, then -1
     appends    a stateful operator appends the step's rows to its state; else it only reads what another one appended
     gathers    (table, indices): of operand ``table`` only the rows that operand ``indices`` names are read
     views      the result holds the operand's elements, moved or renamed, and nothing else
@@ -69,6 +71,7 @@ class OpRow:
     decompose: Callable[..., tuple] | None = None
     state: int | None = None
     reads: Callable[[Mapping[str, Any], Sequence[Spec]], str] | None = None
+    earlier: tuple[str, ...] = ()
     appends: bool = True
     gathers: tuple[int, int] | None = None
     views: bool = False
@@ -203,6 +206,8 @@ def _problems(row: OpRow):
         yield f"state is operand {row.state}, but there are {len(row.operands)}."
     if row.gathers and not all(i in range(len(row.operands)) for i in row.gathers):
         yield f"gathers {row.gathers}, but there are {len(row.operands)} operands."
+    if unknown := set(row.earlier) - {name.rstrip("?+") for name in row.operands}:
+        yield f"earlier names {sorted(unknown)[0]!r}, which is no operand."
     if unknown := set(row.matrices) - {name.rstrip("?+") for name in row.operands}:
         yield f"matrices name {sorted(unknown)[0]!r}, which is no operand."
     if not all(callable(draw) for draw in row.ranges.values()):
