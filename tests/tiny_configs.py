@@ -23,7 +23,7 @@ SIZES: Mapping[str, int] = {
     name: size
     for names, size in (
         ("hidden_size d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size "
-         "output_embedding_size lru_width attention_hidden_size adapter_in_dim", HIDDEN),
+         "output_embedding_size lru_width attention_hidden_size adapter_in_dim adapter_input_size adapter_out_dim", HIDDEN),
         ("intermediate_size intermediate_size_mlp ffn_dim encoder_ffn_dim decoder_ffn_dim dff dim_ff d_inner "
          "ffn_hidden_size feed_forward_size dense_intermediate_size n_inner", 96),
         ("moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
@@ -95,7 +95,6 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": _GEMMA_4,
     "gemma4_unified_text": _GEMMA_4,
     "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
-    "hy_v4": {"indexer_types": ["full", "shared"]},
     "minimax_m3_vl_text": {"index_n_heads": KV_HEADS},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "hidden_size": HIDDEN, "expand": 2, "n_groups": 2, "state_size": 16,
