@@ -93,7 +93,7 @@ def main() -> None:
         print("what      value  prefill ms  decode ms  decode growth / growth")
         for what in args.only.split(","):
             settings = [replace(Setting(), **{what: value}) for value in LINES[what]]
-            sessions = [adaptc.load(artifact(folder, s), threads=s.threads) for s in settings]
+            sessions = [adaptc.load(artifact(folder, s), threads=s.threads, prefix_cache=False) for s in settings]
             taken = [[milliseconds(session, s) for session, s in zip(sessions, settings)] for _ in range(args.rounds)]
             points = [[statistics.median(column) for column in zip(*rows)] for rows in zip(*taken)]
             for value, (prefill, decode) in zip(LINES[what], points):

@@ -31,7 +31,7 @@ class Adaptc:
     def __init__(self, args):
         import adaptc
 
-        self.session = adaptc.load(args.artifact, threads=args.threads)
+        self.session = adaptc.load(args.artifact, threads=args.threads, prefix_cache=False)
 
     def run(self, prompts: list[list[int]], new: int) -> tuple[float, float]:
         """Seconds until every prompt has its first token, and of ``new`` steps of all of them after it: what as many

@@ -17,7 +17,7 @@ import sys
 DECODE = """
 import sys, time
 import adaptc
-session = adaptc.load(sys.argv[1], threads=int(sys.argv[2]))
+session = adaptc.load(sys.argv[1], threads=int(sys.argv[2]), prefix_cache=False)
 new = int(sys.argv[3])
 def decode():
     engine, times = session.engine, []

@@ -34,7 +34,7 @@ def main() -> int:
     source = open_source(args.model)
     module, tokenizer = authors_model(source), authors_tokenizer(source)
     failed, worst = 0, 0.0
-    with adaptc.load(args.artifact, threads=args.threads) as session:
+    with adaptc.load(args.artifact, threads=args.threads, prefix_cache=False) as session:
         for prompt in PROMPTS:
             ids = tokenizer(prompt).input_ids
             tokens, logits = greedy(module, ids, args.steps)

@@ -301,7 +301,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     source = open_described(path, setup.options.waive)
     spent: dict[str, float] = {}
     with _timed(spent, "capture"):
-        captured = capture(source, brief=True)
+        captured = capture(source)
     with _timed(spent, "fuse"):
         whole = lower_to(captured, "sharded").last.copy()
     kv = source.dtype.name if setup.options.kv == "auto" else setup.options.kv
@@ -454,10 +454,11 @@ class _Setup:
         """That a plan made from a late stage's text is what the options say. OptionError names the one that isn't."""
         said = {name: getattr(self.options, name) for name in ("page_size", "max_step_tokens", "max_requests")}
         made = {name: getattr(plan, name) for name in said if plan.states or name != "page_size"}
-        if plan.states:
+        rows = [group for group in plan.groups if group.kind == "rows"]
+        if rows:
             said |= {"kv": self.options.kv_dtype, "max_context": -(-plan.max_context // plan.page_size)}
-            kept = plan.states[0].dtype, plan.states[0].scale
-            made |= {"kv": next(name for name, pair in KEPT.items() if pair == kept), "max_context": plan.groups[0].max_pages}
+            kept = next((s.dtype, s.scale) for s in plan.states if s.kind == "rows")
+            made |= {"kv": next(name for name, pair in KEPT.items() if pair == kept), "max_context": rows[0].max_pages}
         for name in ("weights", "activations"):
             said[name], made[name] = getattr(self.options, name), lowered.fact(name)
         for name, value in made.items():
@@ -564,10 +565,8 @@ def _memory(plan: "Plan") -> dict[str, int]:
     kinds = ("weight", "input", "output", "pages")
     sizes = {f"{kind} buffers": sum(b.bytes for b in plan.buffers if b.kind == kind) for kind in kinds}
     cache = sum(s.token_bytes() for s in plan.states)
-    full = sum(
-        s.token_bytes() * min(plan.max_context, (s.window + plan.page_size) if s.window else plan.max_context)
-        for s in plan.states
-    )
+    kept = lambda s: min(plan.max_context, (s.window + plan.page_size) if s.window else plan.max_context)  # noqa: E731
+    full = sum(s.token_bytes() * kept(s) + s.request_bytes() for s in plan.states)
     return {"arena (activations)": plan.arena_bytes, **sizes, "cache, a token": cache,
             f"cache, a request of {plan.max_context} tokens": full}
 

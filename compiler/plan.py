@@ -24,7 +24,13 @@ PLAN_VERSION = 1
 ALIGNMENT = 64
 """Bytes that every buffer starts at a multiple of: a cache line, and the widest vector."""
 
+STATE_KINDS = ("rows", "fixed")
+"""What a request keeps: rows, one a token, or one value (``State``)."""
+
 DTYPE_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "i1": 1}
+
+SLOT_ENTRIES = 2
+"""Entries a request has in the table of a group of fixed states: the slot that a step reads and the one it writes."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class StatePart:
-    """One row component that a token appends, e.g. ``k`` of [heads, width]."""
+    """One component of a row that a token appends, or of a request's value, e.g. ``k`` of [heads, width]."""
 
     name: str
     heads: int
@@ -114,17 +120,22 @@ class StatePart:
 
 
 def row_bytes(parts: Iterable[tuple[str, int, int]], dtype: str, scale: str) -> int:
-    """Bytes that a token takes in a state, from its parts' (name, heads, width)."""
+    """Bytes of one row of a state, or of a value of fixed size, from its parts' (name, heads, width)."""
     scales = DTYPE_BYTES[scale] if scale else 0
     return sum(heads * (width * DTYPE_BYTES[dtype] + scales) for _, heads, width in parts)
 
 
 @dataclass(frozen=True)
 class State:
-    """A state's contract. kind "rows": every token appends one row of ``parts``; ``window`` 0 = all are kept, else
-    only rows with position > p - window are ever read from position p. Within a page the layout is, for each part
-    in order, [heads][page_size][width] of ``dtype``. Where rows are codes, i8, each head's row has a ``scale`` of that
-    dtype ("" = none): after all rows, for each part in order, [heads][page_size]."""
+    """A state's contract.
+
+    kind "rows": every token appends one row of ``parts``; ``window`` 0 = all are kept, else only rows with position >
+    p - window are ever read from position p. Within a page the layout is, for each part in order,
+    [heads][page_size][width] of ``dtype``. Where rows are codes, i8, each head's row has a ``scale`` of that dtype
+    ("" = none): after all rows, for each part in order, [heads][page_size].
+
+    kind "fixed": a request has one value of ``parts``, float32, which every token replaces by the next one. Within a
+    slot the layout is, for each part in order, [heads][width]; how a width is ordered is up to the kernels."""
 
     name: str
     kind: str
@@ -134,19 +145,39 @@ class State:
     parts: tuple[StatePart, ...]
     scale: str = ""
 
-    def token_bytes(self) -> int:
+    def _bytes(self) -> int:
         return row_bytes(((p.name, p.heads, p.width) for p in self.parts), self.dtype, self.scale)
+
+    def token_bytes(self) -> int:
+        """What each token of a request takes."""
+        return self._bytes() if self.kind == "rows" else 0
+
+    def request_bytes(self) -> int:
+        """What a request takes, however long it is."""
+        return self._bytes() if self.kind == "fixed" else 0
+
+    def page_bytes(self, page_size: int) -> int:
+        """A page of the state's pool, or a slot of it."""
+        return self._bytes() * (page_size if self.kind == "rows" else 1)
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """States that share one block table: same window, so the same pages are live for all of them."""
+    """States that share one block table, i32[R, max_pages], and so have the same pages live.
+
+    kind "rows": states of one window; entry i of a request's row is the page of its positions from i·page_size on, -1
+    where it has none. max_pages is ceil(max_context / page_size).
+
+    kind "fixed": all states of fixed size. A page is a slot: one value of each of them. A request's row is [slot to
+    read, slot to write]: a step starts from what the first one holds, from the initial value where it is -1, leaves
+    the value after the request's tokens of this step in the second, and may use that one as memory meanwhile. It never
+    changes the first, so a step that is run again gives the same. max_pages is ``SLOT_ENTRIES``."""
 
     name: str
     window: int
     states: tuple[str, ...]
     max_pages: int
-    """Entries a request's row of the block table has: ceil(max_context / page_size)."""
+    kind: str = "rows"
 
 
 @dataclass(frozen=True)

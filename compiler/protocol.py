@@ -27,8 +27,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A state operand: its row parts ((name, heads, width), ...), stored dtype, window (0 = unlimited), paging, and the
-    dtype of each head's scale where rows are codes (``plan.State``)."""
+    """A state operand: its parts ((name, heads, width), ...), stored dtype, window (0 = unlimited), paging, the dtype of
+    each head's scale where rows are codes, and its kind, "rows" or "fixed" (``plan.State``). One of fixed size has
+    ``plan.SLOT_ENTRIES`` pages, and the page size of the others only as the grain of what requests can share."""
 
     parts: tuple[tuple[str, int, int], ...]
     dtype: str
@@ -37,9 +38,22 @@ class StateSpec:
     key_block: int
     max_pages: int
     scale: str = ""
+    kind: str = "rows"
+
+    @staticmethod
+    def fixed(name: str, heads: int, width: int) -> "StateSpec":
+        """A request's value of one part, not yet stored."""
+        return StateSpec(((name, heads, width),), "f32", 0, 0, 0, 0, kind="fixed")
 
     def token_bytes(self) -> int:
-        return row_bytes(self.parts, self.dtype, self.scale)
+        return row_bytes(self.parts, self.dtype, self.scale) if self.kind == "rows" else 0
+
+    def request_bytes(self) -> int:
+        return row_bytes(self.parts, self.dtype, self.scale) if self.kind == "fixed" else 0
+
+    def page_bytes(self) -> int:
+        """Of one that is stored."""
+        return self.token_bytes() * self.page_size + self.request_bytes()
 
 
 @dataclass(frozen=True)
@@ -172,7 +186,7 @@ class Executable(Protocol):
         """A copy of any buffer's content as a numpy array, for tools and verification."""
 
     def state(self, name: str):
-        """Numpy uint8 array [num_pages, page_bytes] over a state's page pool."""
+        """Numpy uint8 array [num_pages, page_bytes] over a state's pool of pages, or of slots."""
 
     def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, only: Sequence[int] | None = None,
             times: bool = False):

@@ -10,12 +10,14 @@ from adaptc.ir import dialect
 from adaptc.ir.functions import retype
 from adaptc.ir.module import Program
 from adaptc.options import KEPT
+from adaptc.plan import SLOT_ENTRIES
 
 
 @dataclass(frozen=True)
 class StoreStates:
-    """Every state's contract gets the rows' dtype (``options.KEPT``), tokens a page and a key block, and the pages that a request of
-    ``max_context`` tokens has."""
+    """Every state's contract gets tokens a page and a key block; one of rows the rows' dtype (``options.KEPT``) and the
+    pages that a request of ``max_context`` tokens has; one of fixed size stays float32 and has a slot to read and one to
+    write."""
 
     dtype: str = "bf16"
     page_size: int = 16
@@ -32,11 +34,12 @@ class StoreStates:
         for option in ("page_size", "key_block", "max_context"):
             if getattr(self, option) < 1:
                 raise OptionError(f"{option} is {getattr(self, option)}; it must be at least 1.")
-        pages = -(-self.max_context // self.page_size)
+        kept = {
+            "rows": {"dtype": dtype, "scale": scale, "max_pages": -(-self.max_context // self.page_size)},
+            "fixed": {"max_pages": SLOT_ENTRIES},
+        }
+        paging = {"page_size": self.page_size, "key_block": self.key_block}
         with program.editing():
-            types = {
-                name: dialect.to_type(replace(slot.spec, dtype=dtype, scale=scale, page_size=self.page_size,
-                                              key_block=self.key_block, max_pages=pages))
-                for name, slot in program.states().items()
-            }
+            types = {name: dialect.to_type(replace(slot.spec, **paging, **kept[slot.spec.kind]))
+                     for name, slot in program.states().items()}
         retype(program, types)

@@ -151,7 +151,7 @@ def _memory(session: Session) -> dict[str, int]:
     return {
         "weights": sum(b.bytes for b in plan.buffers if b.kind == "weight"),
         "arena": plan.arena_bytes,
-        "caches": sum(pools[s.group] * s.token_bytes() * plan.page_size for s in plan.states),
+        "caches": sum(pools[s.group] * s.page_bytes(plan.page_size) for s in plan.states),
         "resident, most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
     }
 

@@ -1,12 +1,14 @@
 """Continuous batching over an executable: ``add`` requests, ``step`` until they end, ``abort`` at will.
 
 A step packs running decodes first and then prefill chunks, of any lengths, up to the plan's limits. It is a
-transaction: rows that it writes lie beyond every request's length, which only a commit moves, and pages that it takes
-belong to nobody until then; when it fails, the same step can be tried again and gives the same.
+transaction: rows that it writes lie beyond every request's length, which only a commit moves, fixed states go from one
+slot to another, and pages that it takes belong to nobody until then; when it fails, the same step can be tried again
+and gives the same.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +18,10 @@ from numbers import Integral
 import numpy as np
 
 from adaptc.errors import AdaptcError, EmptyPromptError, RequestError, TooLongError, VocabularyError
-from adaptc.plan import CacheGroup, Plan
+from adaptc.plan import SLOT_ENTRIES, CacheGroup, Plan
 from adaptc.protocol import Executable
-from adaptc.runtime.pages import BlockTable, PagePool, pages_needed
+from adaptc.runtime.pages import BlockTable, PagePool, SlotTable, pages_needed
+from adaptc.runtime.prefix import SNAPSHOT_TOKENS, Prefix, PrefixCache
 from adaptc.runtime.sampler import Logprob, Sampling, check, logprob, sample
 
 
@@ -36,6 +39,15 @@ class Event:
     error: AdaptcError | None = None
 
 
+@dataclass
+class Statistics:
+    """Counts since an engine was made. ``started_tokens``: of requests when they started, or started again after being
+    preempted; ``hit_tokens`` of them were in the prefix cache."""
+
+    started_tokens: int = 0
+    hit_tokens: int = 0
+
+
 class _Request:
     """A request's state. ``tokens[:count]`` are known, ``length`` of them are in the caches; length < count.
 
@@ -43,8 +55,8 @@ class _Request:
     pages of their own, and then share its pages.
     """
 
-    __slots__ = ("id", "tokens", "count", "length", "prompt", "sampling", "stop_ids", "logits_from", "logits_out",
-                 "chunk", "budget", "tables", "family", "waits", "maximum")  # fmt: skip
+    __slots__ = ("id", "tokens", "count", "length", "prompt", "prefix", "sampling", "stop_ids", "logits_from",
+                 "logits_out", "chunk", "budget", "tables", "family", "waits", "maximum")  # fmt: skip
 
 
 class _Family:
@@ -84,12 +96,18 @@ class Engine:
 
     pages            number of pages of each cache group's pools
     page_order_seed  hands pages out in random order, for tests that where pages lie doesn't matter
+    prefix_cache     requests that start with the same tokens as others, also ended ones, take their full pages over;
+                     off here, since tools want everything computed
+    snapshot_tokens  how often fixed states are kept for that (``adaptc.runtime.prefix.PrefixCache``)
     """
 
     def __init__(self, plan: Plan, executable: Executable, pages: Mapping[str, int], *,
-                 page_order_seed: int | None = None):  # fmt: skip
+                 page_order_seed: int | None = None, prefix_cache: bool = False,
+                 snapshot_tokens: int = SNAPSHOT_TOKENS):  # fmt: skip
         self.plan, self.executable = plan, executable
         self.pools = {group.name: PagePool(pages[group.name], page_order_seed) for group in plan.groups}
+        self.prefixes = PrefixCache(plan, self.pools, snapshot_tokens) if prefix_cache else None
+        self.statistics = Statistics()
         self._groups = plan.groups
         self._max = {symbol.name: symbol.max for symbol in plan.symbols}
         self._most = min(self._max.values())  # requests running: each then gets a token and a row in every step
@@ -161,6 +179,36 @@ class Engine:
             raise
         return True
 
+    def preempt(self, request: int) -> bool:
+        """Makes a running request wait behind all others and gives its pages back at once; False when it doesn't run.
+        Started again, it reads its tokens anew, as far as the prefix cache doesn't have them, and goes on as if nothing
+        had been."""
+        running = self._running.get(request)
+        if running is None:
+            return False
+        resumed = copy.copy(running)
+        resumed.family, resumed.waits = _Family(), False
+        resumed.family.members, resumed.family.shared = {request}, [0] * len(self._groups)
+        resumed.budget = [group_pages(self.plan, g, running.maximum, running.chunk) for g in self._groups]
+        resumed.length, resumed.tables, resumed.prefix = 0, None, Prefix(running.count)
+        if running.logits_out is None:
+            resumed.logits_from = running.count - 1
+        try:
+            self._end(running)
+            self._waiting.append(resumed)
+        except BaseException:  # it happened, so finish it
+            self._running.pop(request, None)
+            if all(waiting is not resumed for waiting in self._waiting):
+                self._waiting.append(resumed)
+            self._rollback()
+            raise
+        return True
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache: its pages are free then."""
+        if self.prefixes is not None:
+            self.prefixes.forget()
+
     @property
     def active(self) -> bool:
         """Whether any request runs or waits."""
@@ -207,8 +255,9 @@ class Engine:
         maximum = len(prompt) if logits_out is not None else last - 1
         family = _Family()
         several = len(samplings) > 1
-        # a window's pages leave each member at its own time, so those aren't counted as shared
-        family.shared = [len(prompt) // self.plan.page_size if several and not g.window else 0 for g in self._groups]
+        # a window's pages and slots leave each member at its own time, so those aren't counted as shared
+        family.shared = [len(prompt) // self.plan.page_size if several and g.kind == "rows" and not g.window else 0
+                         for g in self._groups]  # fmt: skip
         budget = [group_pages(self.plan, group, maximum, chunk) - shared
                   for group, shared in zip(self._groups, family.shared)]  # fmt: skip
         for group, shared, each in zip(self._groups, family.shared, budget):
@@ -234,7 +283,7 @@ class Engine:
         request.tokens = np.empty(max(last, len(prompt)), np.int32)
         request.tokens[: len(prompt)] = prompt
         request.count = request.prompt = len(prompt)
-        request.length = 0
+        request.length, request.prefix = 0, Prefix(len(prompt))
         request.sampling, request.stop_ids = sampling, stop_ids
         request.logits_from, request.logits_out, request.chunk = logits_from, logits_out, chunk
         request.id = next(self._ids)
@@ -291,23 +340,34 @@ class Engine:
                     self.pools[group.name].unreserve(pages)
                 return
             for request in members:
-                request.tables = [
-                    BlockTable(self.pools[g.name], self.plan.page_size, g.window, g.max_pages) for g in self._groups
-                ]
+                request.tables = [self._table(group) for group in self._groups]
+                self.statistics.started_tokens += 0 if request.waits else request.count
             self._running |= {request.id: request for request in members}
             for _ in members:
                 self._waiting.popleft()
+
+    def _table(self, group: CacheGroup) -> BlockTable | SlotTable:
+        pool = self.pools[group.name]
+        if group.kind == "fixed":
+            return SlotTable(pool)
+        return BlockTable(pool, self.plan.page_size, group.window, group.max_pages)
 
     def _schedule(self) -> list[_Chunk]:
         """The next step's chunks: decodes first, then prefills in order of arrival."""
         self._admit()
         tokens, rows = self._max["T"], self._max["S"]
         ready = [r for r in self._running.values() if not r.waits]
-        decodes = [r for r in ready if r.length >= r.prompt]
+        decodes = [r for r in ready if r.length >= r.prefix.known]
         chunks = []
-        for request in itertools.chain(decodes, (r for r in ready if r.length < r.prompt)):
+        for request in itertools.chain(decodes, (r for r in ready if r.length < r.prefix.known)):
+            end = request.count
+            if self.prefixes is not None:
+                if request.length == 0:
+                    request.length = request.prefix.named = self.prefixes.reuse(request)
+                    self.statistics.hit_tokens += request.length
+                end = self.prefixes.chunk_end(request)
             start = request.length
-            count = min(request.count - start, request.chunk, tokens)
+            count = min(end - start, request.chunk, tokens)
             wanted = max(0, min(count, start + count - request.logits_from))
             if wanted > rows:  # the rest of its rows comes in later steps
                 count, wanted = count - (wanted - rows), rows
@@ -392,11 +452,12 @@ class Engine:
                 request.tokens[outcome.count] = outcome.token
                 request.count = outcome.count + 1
             request.length = outcome.length
+            if self.prefixes is not None:
+                self.prefixes.name(request)
+            for table in request.tables:
+                table.slide(request.length)
             if outcome.finish is not None:
                 self._end(request)
-            else:
-                for table in request.tables:
-                    table.slide(request.length)
 
     def _end(self, request: _Request) -> None:
         if self._running.pop(request.id, None) is not None:
@@ -426,5 +487,7 @@ class Engine:
 
 
 def group_pages(plan: Plan, group: CacheGroup, tokens: int, step_tokens: int | None = None) -> int:
-    """The most pages of ``group`` that a request of ``tokens`` tokens holds at once."""
+    """The most pages (or slots) of ``group`` that a request of ``tokens`` tokens holds at once."""
+    if group.kind == "fixed":
+        return SLOT_ENTRIES
     return pages_needed(tokens, plan.page_size, group.window, min(tokens, step_tokens or plan.max_step_tokens))

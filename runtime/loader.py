@@ -14,7 +14,7 @@ from pathlib import Path
 from adaptc import artifact_format as names
 from adaptc.artifact_format import FORMAT_VERSION, TextInfo, canonical, manifest_digest
 from adaptc.errors import ArtifactError, DamageError, NewerFormatError
-from adaptc.plan import Plan
+from adaptc.plan import SLOT_ENTRIES, STATE_KINDS, Plan
 
 _AGAIN = "Copy the artifact again or compile the model again."
 
@@ -212,6 +212,10 @@ def _check_plan(plan: Plan, objects: Mapping, weights: Mapping[str, memoryview])
              *(buffer.source for buffer in plan.buffers if buffer.kind == "state")]  # fmt: skip
     if unknown := sorted({*named} - known):
         raise DamageError(f"plan.json: the state {unknown[0]!r} is used, and the plan doesn't declare it.")
+    for group in plan.groups:
+        if group.kind not in STATE_KINDS or group.kind == "fixed" and group.max_pages != SLOT_ENTRIES:
+            raise DamageError(f"plan.json: cache group {group.name!r} has kind {group.kind!r} and {group.max_pages} "
+                              f"entries a request; a group has rows, or is fixed with {SLOT_ENTRIES} entries.")  # fmt: skip
     for level, kernel in ((level, kernel) for level in plan.levels for kernel in plan.kernels):
         if f"{level}/{kernel.object}" not in objects:
             raise DamageError(f"plan.json: kernel {kernel.symbol} is in {kernel.object}, which is not in "

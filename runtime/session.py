@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral
 
@@ -20,9 +20,10 @@ from adaptc.backends import launcher
 from adaptc.errors import AdaptcError, OptionError, RequestError, one_of
 from adaptc.protocol import Executable
 from adaptc.runtime.cache_size import default_cache_bytes, split_pages
-from adaptc.runtime.engine import Engine, Event
+from adaptc.runtime.engine import Engine, Event, Statistics
 from adaptc.runtime.host import memory_bytes, physical_cores
 from adaptc.runtime.loader import Artifact, load_artifact
+from adaptc.runtime.prefix import SNAPSHOT_TOKENS
 from adaptc.runtime.sampler import Logprob, Sampling, check
 from adaptc.runtime.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer, encode_chat
 
@@ -122,7 +123,8 @@ class GenerateOptions:
 
 
 def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int | None = None, *,
-         level: str | None = None, page_order_seed: int | None = None) -> Session:  # fmt: skip
+         level: str | None = None, page_order_seed: int | None = None, prefix_cache: bool = True,
+         snapshot_tokens: int = SNAPSHOT_TOKENS) -> Session:  # fmt: skip
     """Loads the artifact at ``path``.
 
     threads          default: the physical cores this process may use
@@ -130,6 +132,10 @@ def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int |
                      the plan takes at once, but at most a quarter of the memory, and for one in any case
     level            which of the artifact's levels to run; default: the best that this machine runs
     page_order_seed  hands cache pages out in random order, for tests
+    prefix_cache     prompts that start with the tokens of earlier ones take over what the caches still hold of those;
+                     this changes no bit of a result
+    snapshot_tokens  of models with fixed-size states: a hit is possible after every so many tokens, rounded up to
+                     whole pages, and after a prompt's last full page
 
     Raises ArtifactError for a damaged artifact or one that this machine can't run, OptionError for bad options.
     """
@@ -137,6 +143,9 @@ def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int |
         check("threads", threads, Integral, f"an integer from 1 to {MOST_THREADS}", lambda v: 1 <= v <= MOST_THREADS)
     if cache_bytes is not None:
         check("cache_bytes", cache_bytes, Integral, "an integer ≥ 1", lambda v: v >= 1)
+    check("snapshot_tokens", snapshot_tokens, Integral, "an integer ≥ 1", lambda v: v >= 1)
+    if not isinstance(prefix_cache, bool):
+        raise OptionError(f"prefix_cache must be True or False, got {prefix_cache!r}.")
     artifact = load_artifact(path)
     plan = artifact.plan
     pages = split_pages(plan, cache_bytes or default_cache_bytes(plan, memory_bytes()))
@@ -144,18 +153,21 @@ def load(path: str | os.PathLike, threads: int | None = None, cache_bytes: int |
     chosen = backend.choose_level(plan, level)
     threads = threads or physical_cores()
     executable = backend.load(plan, artifact.kernels(chosen), artifact.weights, threads=threads, pages=pages)
-    return Session(artifact, executable, pages, level=chosen, threads=threads, page_order_seed=page_order_seed)
+    return Session(artifact, executable, pages, level=chosen, threads=threads, page_order_seed=page_order_seed,
+                   prefix_cache=prefix_cache, snapshot_tokens=snapshot_tokens)  # fmt: skip
 
 
 class Session:
     """A loaded model. Threads may share it: their requests run in the same steps."""
 
     def __init__(self, artifact: Artifact, executable: Executable, pages: Mapping[str, int], *, level: str,
-                 threads: int = 1, page_order_seed: int | None = None):  # fmt: skip
+                 threads: int = 1, page_order_seed: int | None = None, prefix_cache: bool = True,
+                 snapshot_tokens: int = SNAPSHOT_TOKENS):  # fmt: skip
         self.level, self.threads = level, threads
         self.artifact, self.plan, self.manifest = artifact, artifact.plan, artifact.manifest
         self.executable = executable
-        self.engine = Engine(artifact.plan, executable, pages, page_order_seed=page_order_seed)
+        self.engine = Engine(artifact.plan, executable, pages, page_order_seed=page_order_seed,
+                             prefix_cache=prefix_cache, snapshot_tokens=snapshot_tokens)  # fmt: skip
         self._lock = threading.RLock()
         self._live: dict[int, _Generation] = {}
         self._closed = False
@@ -228,6 +240,12 @@ class Session:
     def chat_template(self) -> ChatTemplate | None:
         source = self.artifact.read(CHAT_TEMPLATE)
         return None if source is None else ChatTemplate(source.decode(), self.artifact.text_info.special_tokens)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What has been counted since the artifact was loaded: tokens of prompts, and those that were reused."""
+        with self._lock:
+            return replace(self.engine.statistics)
 
     def poison_free_pages(self) -> None:
         """Fills all free cache pages with NaN, for tests."""

@@ -24,6 +24,8 @@ class Watched:
 
 
 def side_engine(session: Session, executable=None) -> Engine:
-    """An engine of its own over the session's executable and pages, which nobody else uses meanwhile."""
+    """An engine of its own over the session's executable and pages, which nobody else uses meanwhile. The session's
+    prefix cache is emptied: its pages will hold something else. This engine has none."""
+    session.engine.forget_prefixes()
     return Engine(session.plan, executable or session.executable,
                   {name: pool.pages for name, pool in session.engine.pools.items()})  # fmt: skip

@@ -12,7 +12,7 @@ from adaptc.ir import dialect
 from adaptc.ir.module import ROLES, Program, callee
 from adaptc.ir.rewrite import nodes, spec
 from adaptc.ops.elementwise import NUMPY
-from adaptc.ops.mixing import RowState
+from adaptc.ops.mixing import FixedState, RowState, oracle_state
 from adaptc.passes.plan_memory import ALIGNMENT
 from adaptc.ir.lowered import Place, scratch_of
 
@@ -38,7 +38,7 @@ class Arena:
         self.most = program.fact("max_symbols")
         self.functions = program.functions()
         self.symbols = {name: Held(weights(name)) for name in program.weights()}
-        self.symbols |= {name: Held(RowState(slot.spec)) for name, slot in program.states().items()}
+        self.symbols |= {name: Held(oracle_state(slot.spec)) for name, slot in program.states().items()}
 
     def step(self, tokens, positions, requests, sampled) -> np.ndarray:
         inputs = dict(zip(ROLES, (tokens, positions, requests, sampled)))
@@ -92,7 +92,7 @@ class Arena:
         return a.offset < ends[1] and b.offset < ends[0]
 
     def _read(self, place, kind):
-        if isinstance(place, Held) and isinstance(place.value, RowState):
+        if isinstance(place, Held) and isinstance(place.value, (RowState, FixedState)):
             return place.value
         shape = [self.sizes.get(d, d) for d in kind.shape]
         if isinstance(place, Held):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from test_capture import SMALL, build, close, logits, tokens_of, weights
@@ -23,6 +24,7 @@ torch.set_num_threads(1)
 LEAST = torch.finfo(torch.float32).min
 WINDOW = 6
 ROOT = 8**0.5
+SLOPES = (0.5, 0.25, 0.1, 0.7)
 
 
 def tril(t, diagonal=0):
@@ -109,6 +111,34 @@ def one_key_head(m, q, k, v, mask):
     return finish(product(q, k[:, :1]) / ROOT + mask, v[:, :1])
 
 
+def slanted(m, q, k, v, mask):
+    """ALiBi as its paper writes it: by the key's distance."""
+    i, j = counted(q.shape[2])
+    return finish(product(q, k) / ROOT + torch.tensor(SLOPES).view(4, 1, 1) * (j - i) + mask, v)
+
+
+def slanted_by_key(m, q, k, v, mask):
+    """ALiBi by the key's position, within a sum of a product, as Bloom has it."""
+    heads, t, width = q.shape[1:]
+    slopes = torch.pow(torch.full((), 0.25), torch.arange(1, heads + 1))
+    bias = (slopes[:, None] * (torch.ones(1, t).cumsum(-1) - 1)).view(heads, 1, t)
+    scores = torch.baddbmm(bias, q.reshape(heads, t, width), k.reshape(heads, t, width).transpose(1, 2), beta=1.0,
+                           alpha=1 / ROOT)
+    return finish(scores.view(1, heads, t, t) + mask, v)
+
+
+def slanted_window(m, q, k, v, mask):
+    i, j = counted(q.shape[2])
+    scores = product(q, k) / ROOT + 0.3 * j
+    return finish(scores.masked_fill((j > i) | (i - j >= WINDOW), -math.inf), v)
+
+
+def sdpa_slanted(m, q, k, v, mask):
+    i, j = counted(q.shape[2])
+    bias = (0.5 * (j - i)).masked_fill(j > i, -math.inf).expand(1, 4, -1, -1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
 def sdpa_causal(m, q, k, v, mask):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -119,8 +149,11 @@ def sdpa_mask(m, q, k, v, mask):
 
 RAISED = {f.__name__: f for f in (
     cut_table, multiplied, in_place, flat_heads, added_product, in_float32, compared, inverted, windowed,
-    window_of_tables, one_key_head, sdpa_causal, sdpa_mask)}  # fmt: skip
-WINDOWS = {"windowed": WINDOW, "window_of_tables": WINDOW}
+    window_of_tables, one_key_head, slanted, slanted_by_key, slanted_window, sdpa_slanted, sdpa_causal,
+    sdpa_mask)}  # fmt: skip
+WINDOWS = {"windowed": WINDOW, "window_of_tables": WINDOW, "slanted_window": WINDOW}
+SLANTED = {"slanted": SLOPES, "slanted_by_key": (0.25, 0.0625, 0.015625, 0.00390625), "slanted_window": (0.3,) * 4,
+           "sdpa_slanted": (0.5,) * 4}
 
 
 def unmasked(m, q, k, v, mask):
@@ -158,6 +191,12 @@ def far_sight(m, q, k, v, mask):
 def by_distance(m, q, k, v, mask):
     i, j = counted(q.shape[2])
     return finish(product(q, k) - (i - j).abs() ** 2 + mask, v)
+
+
+def rounded_by_key(m, q, k, v, mask):
+    """ALiBi in bfloat16: its products are rounded."""
+    bias = torch.tensor(0.3).bfloat16() * torch.arange(q.shape[2])
+    return finish(product(q, k) / ROOT + bias.float() + mask, v)
 
 
 def factor_by_distance(m, q, k, v, mask):
@@ -203,6 +242,7 @@ REFUSED = {
     barely_masked: "token 0 sees token 1",
     far_sight: "token 45 sees token 46",
     by_distance: "a bias by distance",
+    rounded_by_key: "tokens show",
     factor_by_distance: "several factors",
     factor_by_count: "depends on the number of tokens",
     by_values: "depends on tokens",
@@ -235,6 +275,11 @@ def model() -> torch.nn.Module:
     return module
 
 
+def constant(value) -> tuple[float, ...]:
+    """What the program says that a value is."""
+    return attrs_of(value.owner)["value"]
+
+
 @pytest.mark.parametrize("name", RAISED)
 def test_written_out_attention_is_raised(name):
     module = model()
@@ -243,6 +288,9 @@ def test_written_out_attention_is_raised(name):
         expected = {count: logits(module, tokens_of(count, count)) for count in (1, 2, 9, 20)}
     (op,) = (op for _, op in program.operators() if short_name(op) == "attention")
     assert attrs_of(op)["window"] == WINDOWS.get(name, 0)
+    assert attrs_of(op)["extras"] == (("slopes",) if name in SLANTED else ())
+    if name in SLANTED:
+        np.testing.assert_allclose(constant(op.operation.operands[6]), SLANTED[name], rtol=1e-7)
     for count, want in expected.items():
         close(Reference(program, weights(module)).score(tokens_of(count, count)), want)
     close(Reference(program, weights(module)).score(tokens_of(20, 20), 3), expected[20])

@@ -16,6 +16,7 @@ import pytest
 import test_cpu_attention
 import test_cpu_kernels
 import test_cpu_linear
+import test_cpu_recurrent
 from cpu_kernel import aligned, native
 
 from adaptc.backends.cpu import codegen, levels, toolchain
@@ -38,7 +39,7 @@ EVERY = (*X86, "armv8-a")
 STATE = {"dtype": "f16", "kv_heads": 1, "max_pages": 4, "page_size": 4, "scale": "", "value_width": 16, "width": 16}
 MERGE = {"heads": 2, "key_block": 16, "kv_heads": 1, "sinks": False, "slots": 9, "span": 32, "value_width": 16,
          "width": 16, "window": 0}
-ATTEND = STATE | MERGE | {"scaling": 0.25, "slopes": False, "softcap": 0.0}
+ATTEND = STATE | MERGE | {"scaling": 0.25, "distances": 0, "slopes": False, "softcap": 0.0}
 AS = lambda dtype: (("dtype", dtype),)
 BODY = (("cast", (0,), AS("f32")), ("exp", (1,), ()), ("pow", (2, 1), ()), ("cos", (3,), ()), ("cast", (4,), AS("f16")))
 SAMPLE = {
@@ -57,11 +58,14 @@ SAMPLE = {
     "embedding": ("embedding", {"format": "q6_k", "k": 256, "n": 40, "rows": "T"}),
     "rope": ("rope", {"tokens": "T", "heads": 2, "width": 48, "turned": 48, "table": 24,
                       "interleaved": True}),
+    "convolve": ("convolve", {"bias": True, "channels": 40, "taps": 4}),
+    "recur": ("recur", {"before": False, "beta": True, "decays": 8, "heads": 2, "value_width": 40, "width": 8}),
+    "recur of rows": ("recur", {"before": False, "beta": False, "decays": 16, "heads": 2, "value_width": 1, "width": 16}),
     "reduce": ("reduce", {"axes": (1,), "dtype": "f32", "kind": "sum", "result": ("T",), "shape": ("T", 40)}),
 }  # fmt: skip
 """Kernels of every family that has vector code."""
 
-FUSED = ("gated", "halves", "attend", "group", "norm")
+FUSED = ("gated", "halves", "attend", "group", "norm", "convolve", "recur", "recur of rows")
 """Of them, those with products that are added without rounding in between, where a level can."""
 
 here = pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 hosts generate x86-64 code")
@@ -259,9 +263,12 @@ ATTENTION = [
     lambda: test_cpu_attention.test_bits_over_threads_chunks_and_batches(11, 3, 3, "i8"),
     lambda: test_cpu_attention.test_bits_over_spans(3, 1, 0, 0.0, 16, "f16"), lambda: test_cpu_attention.test_sinks(5, 23),
 ]  # fmt: skip
+RECURRENT = [lambda name=name: test_cpu_recurrent.test_formula(test_cpu_recurrent.CASES[name])
+             for name in ("convolve", "delta rule", "many rows", "numbers", "running_max")]
 
 
-@pytest.mark.parametrize("checks", [LINEAR, OTHERS, ATTENTION], ids=["linear", "others", "attention"])
+@pytest.mark.parametrize("checks", [LINEAR, OTHERS, ATTENTION, RECURRENT],
+                         ids=["linear", "others", "attention", "recurrent"])
 def test_a_sample_of_the_kernels_tests_at_each_level(level, checks):
     """The tests that the default level passes: same formulas, same bounds, same bit-for-bit laws."""
     if "vnni" in level and checks is not LINEAR:

@@ -221,7 +221,7 @@ def test_a_program_is_kept_with_the_values_that_it_follows_from(fresh, tmp_path,
                           for i, seed in enumerate((0, 0, 1)))
     made = []
 
-    def run(source, brief):
+    def run(source):
         made.append(source.name)
         source.tensors["output_norm.weight"].values()
         return captured.captured()
@@ -241,7 +241,7 @@ def test_what_was_waived_is_kept_too(fresh, tmp_path, monkeypatch):
     path = tiny_gguf.write(tmp_path / "m.gguf")
     sys.modules.pop("transformers", None)
     monkeypatch.setattr(adaptc.capture.pipeline, "capture",
-                        lambda source, brief: (source.waiver.covers("llama.new"), captured.captured())[1])
+                        lambda source: (source.waiver.covers("llama.new"), captured.captured())[1])
     for _ in range(2):
         source = open_source(path, waive=["llama.*"])
         capture(source)

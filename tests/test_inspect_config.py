@@ -168,7 +168,7 @@ def test_layers_that_are_not_traced_are_as_if_they_were(name):
     module, made = module_of(name, **DEEP[name])
     found = repeat.stacks(module, made)
     assert found and found[0].traced < len(found[0].like)
-    assert capture_module(module, made, brief=True).text() == capture_module(module, made).text()
+    assert capture_module(module, made).text() == capture_module(module, made, brief=False).text()
     assert len(module.get_submodule(found[0].path)) == len(found[0].like)
 
 
@@ -188,18 +188,45 @@ def test_an_attribute_that_counts_layers_is_seen():
     assert repeat.stacks(module, made) == ()
 
 
-@pytest.mark.parametrize("use", [lambda i: 2.0 if i % 2 else 1.0])
-def test_a_layer_that_asks_for_its_number_has_all_traced(monkeypatch, use):
+def scales_by_number(model, monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    module, made = module_of("llama", **DEEP["llama"])
-    for number, layer in enumerate(module.model.layers):
+    for number, layer in enumerate(model.layers):
         layer.mlp.layer_idx = number
     original = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: original(self, x) * use(self.layer_idx))
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: original(self, x) * (2.0 if self.layer_idx % 2 else 1.0))
+
+
+def scales_between(model, monkeypatch):
+    model.layers[3].register_forward_pre_hook(lambda layer, given: (given[0] * 2, *given[1:]))
+
+
+def reads_an_early_layer(model, monkeypatch):
+    kept = []
+    model.layers[0].register_forward_hook(lambda layer, given, result: kept.append(result))
+    model.layers[4].mlp.register_forward_hook(lambda mlp, given, result: result + kept[-1])
+
+
+def reads_anothers_weights(model, monkeypatch):
+    model.layers[4].mlp.register_forward_hook(lambda mlp, given, result: result * model.layers[2].input_layernorm.weight)
+
+
+def counts(model, monkeypatch):
+    """Every fourth layer that is run does something else."""
+    seen = []
+    model.register_forward_pre_hook(lambda *_: seen.clear())
+    for layer in model.layers:
+        layer.mlp.register_forward_hook(lambda mlp, given, result: seen.append(0) or result * (-1.0 if len(seen) == 4 else 1.0))
+
+
+@pytest.mark.parametrize("change", [scales_by_number, scales_between, reads_an_early_layer, reads_anothers_weights, counts])
+def test_layers_that_do_something_else_are_all_traced(monkeypatch, change):
+    module, made = module_of("llama", **DEEP["llama"])
+    plain = capture_module(module, made, brief=False).text()
+    change(module.model, monkeypatch)
     assert repeat.stacks(module, made)
-    assert capture_module(module, made, brief=True).text() == capture_module(module, made).text()
-    assert [type(layer.mlp.layer_idx) for layer in module.model.layers] == [int] * 5
+    changed = capture_module(module, made).text()
+    assert changed == capture_module(module, made, brief=False).text() != plain
 
 
 # ---- files

@@ -123,7 +123,8 @@ SPECS = [
     TensorSpec("f32", ()), TensorSpec("f32", ("T",)), TensorSpec("f32", (1, "T", 4)), TensorSpec("f32", ("T", "S")),
     *(TensorSpec("f32", (64, 256), fmt) for fmt in FORMATS.values()),
     STATE, replace(STATE, dtype="bf16", window=512), replace(STATE, page_size=16, key_block=32, max_pages=9),
-    replace(STATE, dtype="i8", scale="f32"),
+    replace(STATE, dtype="i8", scale="f32"), StateSpec.fixed("state", 4, 64),
+    replace(StateSpec.fixed("window", 3, 8), page_size=16, key_block=32, max_pages=2),
 ]
 
 

@@ -19,7 +19,7 @@ from adaptc.formats import FORMATS
 from adaptc.ops.axes import axis_map
 from adaptc.ops.dense import split_activation
 from adaptc.ops.elementwise import NUMPY, UNARY, rounded
-from adaptc.ops.mixing import RowState, store
+from adaptc.ops.mixing import RowState, oracle_state, store
 from adaptc.ops.table import OpRow, broadcast_shapes, problem, row, size, table
 from adaptc.planner.cost import cost_of, evaluate
 from adaptc.protocol import OpSpec, StateSpec, TensorSpec
@@ -67,13 +67,19 @@ def quantized(k: int) -> dict[int, Values]:
 
 CODES = (t("i8", "T", 64), f("T", 2), f("T", 4))
 KV = StateSpec((("k", 2, 8), ("v", 2, 6)), "f16", 0, 0, 0, 0)
-ATTENTION = {
-    3: lambda rng, sizes: np.arange(sizes["T"], dtype=np.int32),
-    4: lambda rng, sizes: np.zeros(sizes["T"], np.int32),
-}
-HEADS = (f("T", 4, 8), f("T", 2, 8), f("T", 2, 6), t("i32", "T"), t("i32", "T"))
+WHERE = (t("i32", "T"), t("i32", "T"))
+
+
+def places(first: int) -> dict[int, Values]:
+    """Positions and requests, operands ``first`` and the next: all tokens of one request."""
+    return {first: lambda rng, sizes: np.arange(sizes["T"], dtype=np.int32),
+            first + 1: lambda rng, sizes: np.zeros(sizes["T"], np.int32)}
+
+
+ATTENTION = places(3)
+HEADS = (f("T", 4, 8), f("T", 2, 8), f("T", 2, 6), *WHERE)
 INDEX = StateSpec((("index", 1, 8),), "f16", 0, 0, 0, 0)
-INDEXED = (f("T", 3, 8), f("T", 1, 8), f("T", 3), t("i32", "T"), t("i32", "T"), INDEX)
+INDEXED = (f("T", 3, 8), f("T", 1, 8), f("T", 3), *WHERE, INDEX)
 EARLIER = {6: lambda rng, sizes: np.stack([np.arange(sizes["T"]), np.full(sizes["T"], -1)], 1).astype(np.int32) // 2}
 """Rows that tokens choose: the one half as far from the start, and none."""
 BODY = (("mul", (0, 1), ()), ("constant", (), (("dtype", "f32"), ("shape", ()), ("value", 2.0))), ("add", (2, 3), ()),
@@ -136,11 +142,19 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                          ATTENTION),
                   *(Sample((*HEADS, KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras}, ATTENTION)
                     for extras in (("sinks",), ("slopes",), ("sinks", "slopes"))),
+                  Sample((*HEADS, KV, f("T", 4, 3)), {"scaling": 0.3, "extras": ("distances",)}, ATTENTION),
                   Sample((*HEADS, KV, t("i32", "T", 2)), {"scaling": 0.3, "extras": ("rows",)}, ATTENTION | EARLIER)),
     "index_rows": (Sample(INDEXED, {"top_k": 3, "scaling": 0.3}, ATTENTION),),
+    "convolve": tuple(Sample((f("T", 6), f(6, 4), *WHERE, StateSpec.fixed("window", 3, 6), *bias), given=places(2))
+                      for bias in ((), (f(6),))),
+    "recur": tuple(Sample((f("T", 2, k), f("T", 2, k), f("T", 2, v), f("T", 2, decays), *WHERE,
+                           StateSpec.fixed("state", 2, k * v), *beta), {"read": read}, places(4))
+                   for k, v, decays, beta, read in ((4, 3, 4, (f("T", 2),), "after"), (4, 1, 1, (), "before"),
+                                                    (1, 1, 1, (), "after"), (3, 5, 3, (), "after"))),
+    "running_max": (Sample((f("T", 6), f("T", 6), *WHERE, StateSpec.fixed("max", 1, 6)), given=places(2)),),
 }
 
-LEAVES = {"expert_linear", "top_k", "attention", "index_rows", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
+LEAVES = {"convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "index_rows", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
           "pow"}
@@ -157,7 +171,7 @@ def values(sample: Sample, sizes: Mapping[str, int] = SIZES[0]) -> list:
     made = []
     for i, spec in enumerate(sample.operands):
         if isinstance(spec, StateSpec):
-            made.append(RowState(spec))
+            made.append(oracle_state(spec))
         elif i in sample.given:
             made.append(sample.given[i](rng, sizes))
         else:
@@ -367,6 +381,18 @@ REFUSED = [
     ("attention", (f("T", 3, 8), *HEADS[1:], KV), {"scaling": 1.0}, "don't divide"),
     ("attention", (*HEADS[:3], t("i32", "S"), t("i32", "S"), KV), {"scaling": 1.0}, "expected one a token"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "softcap": "none"}, "'softcap' must be of kind float"),
+    ("attention", (*HEADS, StateSpec.fixed("state", 2, 8)), {"scaling": 1.0}, "kind 'fixed', expected 'rows'"),
+    ("convolve", (f("T", 6), f(6, 1), *WHERE, StateSpec.fixed("window", 0, 6)), {}, r"\[6, W\] with W > 1"),
+    ("convolve", (f("T", 6), f(5, 4), *WHERE, StateSpec.fixed("window", 3, 6)), {}, "weight is f32"),
+    ("convolve", (f("T", 6), f(6, 4), *WHERE, StateSpec.fixed("window", 4, 6)), {}, "expected one part of 3 heads"),
+    ("convolve", (f("T", 6), f(6, 4), *WHERE, KV), {}, "kind 'rows', expected 'fixed'"),
+    ("recur", (f("T", 2, 4), f("T", 2, 4), f("T", 2, 3), f("T", 2, 4), *WHERE, StateSpec.fixed("state", 2, 12)),
+     {"read": "now"}, "read is 'now', expected after or before"),
+    ("recur", (f("T", 2, 4), f("T", 2, 4), f("T", 2, 3), f("T", 2, 2), *WHERE, StateSpec.fixed("state", 2, 12)), {},
+     "decay is"),
+    ("recur", (f("T", 2, 4), f("T", 2, 4), f("T", 2, 3), f("T", 2, 4), *WHERE, StateSpec.fixed("state", 2, 12), f("T", 3)),
+     {}, "beta is"),
+    ("running_max", (f("T", 6), f("T", 1), *WHERE, StateSpec.fixed("max", 1, 6)), {}, "decay is"),
     ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0}, "got 7 operands"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "extras": ("sinks",)}, r"with extras \['sinks'\]"),
     ("attention", (*HEADS, KV, f(4), f(4)), {"scaling": 1.0, "extras": ("slopes", "sinks")}, "in this order"),
@@ -378,6 +404,7 @@ REFUSED = [
     ("index_rows", (*INDEXED[:5], KV), {"top_k": 3}, "the state keeps"),
     ("index_rows", (f("T", 3, 9), *INDEXED[1:]), {"top_k": 3}, "the query is"),
     ("attention", (*HEADS, KV, f(3)), {"scaling": 1.0, "extras": ("slopes",)}, r"slopes are f32\[3\]"),
+    ("attention", (*HEADS, KV, f(4, 3)), {"scaling": 1.0, "extras": ("distances",)}, r"distances are f32\[4, 3\]"),
 ]
 
 
@@ -548,6 +575,24 @@ def test_attention_is_softmax_attention_over_stored_rows(heads, kv_heads, window
     np.testing.assert_array_equal(run([1, 2, 7]), whole)
 
 
+def test_a_value_of_fixed_size_is_there_for_the_lengths_that_a_step_may_start_from():
+    """The last two, so that a step can be tried again; before the first token the initial value."""
+    state = oracle_state(StateSpec.fixed("max", 1, 2))
+    rows, decay = np.array([[1, 5], [3, 2], [0, 4]], np.float32), np.full((3, 2), -1, np.float32)
+
+    def step(lo: int, hi: int, request: int = 0) -> list:
+        at = np.arange(lo, hi, dtype=np.int32)
+        (got,) = row("running_max").meaning({}, rows[lo:hi], decay[lo:hi], at, np.full_like(at, request), state)
+        return got.tolist()
+
+    assert step(0, 2) == [[1, 5], [3, 4]] and step(0, 1, request=7) == [[1, 5]]
+    assert step(2, 3) == step(2, 3) == [[2, 4]] and step(0, 1) == [[1, 5]]
+    with pytest.raises(LegalityError, match="request 0 has no value of state .* after 2 tokens"):
+        step(2, 3)
+    with pytest.raises(LegalityError, match="request 7 has no value"):
+        step(2, 3, request=7)
+
+
 def test_a_sink_is_a_score_without_a_value():
     """Torch's softmax over the scores and the sink, whose column is then dropped (transformers' gpt-oss)."""
     rng = np.random.default_rng(0)
@@ -577,6 +622,23 @@ def test_a_slope_is_a_bias_by_distance():
     scores = scores + torch.tensor(slopes)[:, None, None] * torch.arange(5)
     scores = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
     np.testing.assert_allclose(got, (scores.softmax(-1) @ wide(v)).transpose(0, 1), atol=1e-6)
+
+
+def test_distances_are_a_bias_of_each_query():
+    """Inkling's relative position bias (transformers' ``InklingRelativeLogits``), over a window and without."""
+    rng = np.random.default_rng(0)
+    q, k, v, bias = (rng.standard_normal((5, h, d)).astype(np.float32) for h, d in ((2, 8), (2, 8), (2, 8), (2, 3)))
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    dense = torch.tensor(bias).transpose(0, 1).double().gather(-1, distance.clamp(0, 2).expand(2, 5, 5))
+    dense = dense.masked_fill((distance < 0) | (distance >= 3), 0.0)
+    for window in (0, 2):
+        state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", window, 0, 0, 0))
+        attrs = row("attention").complete({"scaling": 0.3, "extras": ("distances",), "window": window})
+        (got,) = row("attention").meaning(attrs, q, k, v, np.arange(5), np.zeros(5, int), state, bias)
+        scores = torch.tensor(q).transpose(0, 1).double() @ torch.tensor(k).permute(1, 2, 0).double() * 0.3 + dense
+        scores = scores.masked_fill((distance < 0) | (distance >= (window or 5)), -torch.inf)
+        want = (scores.softmax(-1) @ torch.tensor(v).transpose(0, 1).double()).transpose(0, 1)
+        np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_attention_over_chosen_rows_is_attention_with_the_others_masked():

@@ -9,97 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_fake import VOCABULARY, FakeExecutable, embedding, greedy, plain, plan
+from runtime_fake import (VOCABULARY, consistent, drain, empty, engine, go_on_through_interrupts, greedy, owner_of, plain,
+                          plan, score)
 
 from adaptc.errors import AdaptcError, OptionError, RequestError
 from adaptc.runtime.engine import Engine, Event, group_pages
 from adaptc.runtime.pages import BlockTable, PagePool, pages_needed
 from adaptc.runtime.sampler import Sampling
-
-WEIGHTS = {"embedding": embedding().tobytes()}
-
-
-def engine(plan_=None, pages=None, **options) -> Engine:
-    plan_ = plan_ or plan()
-    pages = pages or {g.name: 2 * group_pages(plan_, g, plan_.max_context) for g in plan_.groups}
-    return Engine(plan_, FakeExecutable(plan_, WEIGHTS, pages), pages, **options)
-
-
-def drain(eng: Engine) -> dict[int, list[int]]:
-    tokens: dict[int, list[int]] = {}
-    while eng.active:
-        for event in eng.step():
-            if event.token is not None:
-                tokens.setdefault(event.request, []).append(event.token)
-    return tokens
-
-
-def score(eng: Engine, tokens, start=0, chunk=None) -> np.ndarray:
-    logits = np.full((len(tokens) - start, VOCABULARY), np.nan, np.float32)
-    eng.score(tokens, logits, start=start, chunk=chunk)
-    drain(eng)
-    return logits
-
-
-def consistent(eng: Engine) -> None:
-    """Every page has holders or is free, tables hold what lengths and windows say, promises are kept."""
-    for i, group in enumerate(eng.plan.groups):
-        pool, held = eng.pools[group.name], []
-        for request in eng._running.values():
-            table, size = request.tables[i].entries, eng.plan.page_size
-            first = max(0, request.length - group.window + 1) // size if group.window else 0
-            last = -(-request.length // size)
-            assert (table[first:last] >= 0).all() and (table[:first] == -1).all() and (table[last:] == -1).all()
-            held += table[first:last].tolist()
-            assert last - first <= request.budget[i] + request.family.shared[i]
-        assert sorted([*set(held), *pool.free_pages]) == list(range(pool.pages))
-        assert pool._references == [held.count(page) for page in range(pool.pages)]
-        families = {id(r.family): r.family for r in eng._running.values()}.values()
-        promised = sum(r.budget[i] for r in eng._running.values()) + sum(f.shared[i] for f in families)
-        assert pool.reserved == promised <= pool.pages and len(set(held)) <= promised
-
-
-def empty(eng: Engine) -> None:
-    consistent(eng)
-    assert not eng.active
-    assert all(len(p.free_pages) == p.pages and p.reserved == 0 for p in eng.pools.values())
-
-
-def owner_of(method: str) -> type:
-    return next(c for c in (PagePool, BlockTable, Engine) if method in vars(c))
-
-
-def go_on_through_interrupts(monkeypatch, place: str, after: bool, rng, chance: float, eng: Engine, ids: list[int],
-                             expected: list[list[int]]) -> None:
-    """Runs the requests ``ids`` to their ends with Ctrl-C just before or ``after`` calls of the method ``place``, by
-    chance, one a step at most and twelve in all: they give what is expected, and nothing is lost in between."""
-    real, left, armed = getattr(owner_of(place), place), 12, False
-
-    def interrupted(self, *args):
-        nonlocal left, armed
-        now = armed and left > 0 and rng.random() < chance
-        left, armed = left - now, armed and not now
-        if now and not after:
-            raise KeyboardInterrupt
-        result = real(self, *args)
-        if now:
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(owner_of(place), place, interrupted)
-    tokens, interrupts = {i: [] for i in ids}, 0
-    while eng.active:
-        armed = True
-        try:
-            for event in eng.step():
-                tokens[event.request].append(event.token)
-        except KeyboardInterrupt:
-            interrupts += 1
-        consistent(eng)
-        eng.poison_free_pages()
-    assert [tokens[i] for i in ids] == expected and interrupts
-    empty(eng)
-
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 
@@ -227,7 +143,7 @@ def test_options_that_are_refused():
 
 
 def test_a_request_larger_than_the_pool_is_refused_others_wait():
-    plan_ = plan(windows=(0,))
+    plan_ = plan(windows=(0,), fixed=0)
     eng = engine(plan_, {"group0": 5})
     with pytest.raises(RequestError, match="grow to 22 tokens and then needs 6 pages.*whole pool has 5.*cache_bytes"):
         eng.add(PROMPT, max_tokens=2)
@@ -240,7 +156,7 @@ def test_a_request_larger_than_the_pool_is_refused_others_wait():
 
 
 def test_windows_hold_no_more_pages_than_promised():
-    plan_ = plan(windows=(5,), page_size=2, max_step_tokens=3)
+    plan_ = plan(windows=(5,), page_size=2, max_step_tokens=3, fixed=0)
     eng = engine(plan_, {"group0": pages_needed(48, 2, 5, 3)})
     assert eng.pools["group0"].pages == 4  # 4 earlier rows and 3 new ones, wherever they start
     eng.poison_free_pages()
@@ -315,7 +231,8 @@ def test_a_failed_step_changes_nothing(error):
 
 
 @pytest.mark.parametrize(
-    "place", ["alloc", "free", "slide", "release", "_end", "_fill", "_sample", "_admit", "reserve"]
+    "place", ["alloc", "free", "slide", "release", "_end", "_fill", "_sample", "_admit", "reserve", "SlotTable.slide",
+              "SlotTable.grow", "SlotTable.release"]
 )
 @pytest.mark.parametrize("after", [False, True])
 def test_an_interrupt_anywhere_loses_nothing(place, after, monkeypatch):
@@ -324,7 +241,7 @@ def test_an_interrupt_anywhere_loses_nothing(place, after, monkeypatch):
     expected = [greedy(p, 6, plan()) for p in prompts]
     eng = engine()
     ids = [eng.add(p, max_tokens=6) for p in prompts]
-    go_on_through_interrupts(monkeypatch, place, after, random.Random(len(place)), 0.4, eng, ids, expected)
+    go_on_through_interrupts(monkeypatch, place, after, random.Random(place), 0.5, eng, ids, expected)
 
 
 def test_an_interrupted_abort_frees_the_pages(monkeypatch):
@@ -465,7 +382,7 @@ def test_samples_share_a_prefill_and_are_what_each_is_alone(page_size, length):
 
 def test_full_pages_are_shared_and_counted_once():
     """Twelve rows of page size 4 are three shared pages; each sample adds two of its own: nine pages, not fifteen."""
-    one = plan(windows=(0,))
+    one = plan(windows=(0,), fixed=0)
     eng = engine(one, {"group0": 9})
     assert samples(eng, PROMPT[:12], 3) == [alone_full(i, one) for i in range(3)]
     empty(eng)
@@ -509,7 +426,7 @@ def test_samples_under_failures_aborts_and_company(seed):
     empty(eng)
 
 
-@pytest.mark.parametrize("place", ["fork", "own", "share", "alloc", "free", "_end", "_elect", "_draw", "_copy_page"])
+@pytest.mark.parametrize("place", ["fork", "SlotTable.fork", "own", "share", "alloc", "free", "_end", "_elect", "_draw", "_copy_page"])
 @pytest.mark.parametrize("after", [False, True])
 def test_an_interrupt_anywhere_loses_no_sample(place, after, monkeypatch):
     expected = [alone(PROMPT[:9], i, 6) for i in range(3)]
@@ -527,7 +444,7 @@ def test_the_next_sample_goes_on_with_an_aborted_ones_prefill(interrupt, monkeyp
         assert eng.abort(ids[0])
         assert eng._running[ids[1]].length == 5
     else:
-        owner = owner_of(interrupt)
+        owner, _ = owner_of(interrupt)
         real = getattr(owner, interrupt)
 
         def once(self, *args):

@@ -83,6 +83,7 @@ _GEMMA_4 = _SLIDING_FULL | {"per_layer_config": {"1": {"head_dim": 32}}, "head_d
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": _SLIDING_FULL | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
              "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN}},

@@ -17,7 +17,7 @@ from adaptc.backends.cpu.elf import MACHINES, Image
 from adaptc.backends.cpu.levels import host_flags, level_of, rank
 from adaptc.backends.cpu.memory import Region
 from adaptc.errors import ArtifactError, OptionError, WrongMachineError, one_of
-from adaptc.plan import ALIGNMENT, Buffer, Plan
+from adaptc.plan import ALIGNMENT, STATE_KINDS, Buffer, Plan
 
 _Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 _Run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
@@ -180,7 +180,7 @@ class CpuExecutable:
         return self._array(handle, self._checked(symbols)).copy()
 
     def state(self, name: str) -> np.ndarray:
-        """uint8 [num_pages, page_bytes] over a state's page pool."""
+        """uint8 [num_pages, page_bytes] over a state's pool of pages, or of slots."""
         return self._memory.pool(name)
 
     def run(self, symbols: Mapping[str, int], *, stop_after: int | None = None, only: Sequence[int] | None = None,
@@ -276,9 +276,10 @@ class _Memory:
             count = pages.get(groups.get(state.name, ""), 0)
             if count < 1:
                 raise OptionError(f"state {state.name}: its cache group {state.group!r} needs at least one page.")
-            if state.dtype not in _DTYPES or plan.page_size < 1 or any(p.heads < 1 or p.width < 1 for p in state.parts):
+            known = state.dtype in _DTYPES and state.kind in STATE_KINDS
+            if not known or plan.page_size < 1 or any(p.heads < 1 or p.width < 1 for p in state.parts):
                 raise ArtifactError(f"plan.json: state {state.name} has a layout that makes no sense: {state}.")
-            size = state.token_bytes() * plan.page_size
+            size = state.page_bytes(plan.page_size)
             self._pools[state.name] = Region(count * size).array().reshape(count, size)
 
         if plan.arena_bytes < 0:

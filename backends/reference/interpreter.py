@@ -12,7 +12,7 @@ import numpy as np
 from adaptc.ir import dialect
 from adaptc.ir.build import attrs_of, short_name
 from adaptc.ir.module import ROLES, Program, callee, joined, source_of
-from adaptc.ops.mixing import RowState
+from adaptc.ops.mixing import oracle_state
 from adaptc.ops.table import row
 
 Observer = Callable[[str, str, tuple], None]
@@ -28,7 +28,7 @@ class Reference:
     def __init__(self, program: Program, weights: Callable[[str], np.ndarray]):
         self.program = program
         self.weights = weights
-        self.states = {name: RowState(slot.spec) for name, slot in program.states().items()}
+        self.states = {name: oracle_state(slot.spec) for name, slot in program.states().items()}
         self.functions = program.functions()
 
     def step(self, tokens, positions, requests, sampled, observe: Observer | None = None, lengths=None) -> np.ndarray:

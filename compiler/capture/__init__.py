@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["capture", "capture_module"]
 
 
-def capture(source: Any, *, brief: bool = False) -> Program:
-    """The program of a ``sources.Source``, at stage "captured": as it was captured before, or else anew, ``brief``: with
-    layers traced once a kind where that is proved to give the same.
+def capture(source: Any) -> Program:
+    """The program of a ``sources.Source``, at stage "captured": as it was captured before, or else anew.
 
     CaptureError when the module can't be captured; InputError when its files say what no code reads, or lack tensors.
     """
@@ -26,7 +25,7 @@ def capture(source: Any, *, brief: bool = False) -> Program:
         return program
     from adaptc.capture.pipeline import capture as run
 
-    program = run(source, brief=brief)
+    program = run(source)
     values = {name: _digest(tensor) for name, tensor in source.stored().items() if tensor.looked_at}
     entry = {"values": values, "waived": source.waiver.names, "text": program.text()}
     source.derived.put("program", json.dumps(entry).encode())

@@ -133,7 +133,24 @@ def _bitwise_not(w, x):
 
 
 def _log1p(w, x):
-    return w.b.log(w.b.add(w.value(x), w.value(1)))
+    """log(1 + x), as accurate for small x as for others: what is lost of x in u = 1 + x is put right by x / (u - 1)."""
+    x, one = w.value(x, "f32"), w.b.scalar(1.0)
+    u = w.b.add(x, one)
+    lost = w.b.compare(u, one, predicate="eq")
+    exact = w.b.mul(w.b.log(u), w.b.div(x, w.b.select(lost, one, w.b.sub(u, one))))
+    infinite = w.b.compare(u, x, predicate="eq")  # of a large x the log itself is right, of an infinite one the quotient isn't
+    return w.b.select(lost, x, w.b.select(infinite, w.b.log(u), exact))
+
+
+def _softplus(w, x, beta=1, threshold=20):
+    """log(1 + exp(beta·x)) / beta: never an overflow, whatever the threshold."""
+    scaled = x if beta == 1 else w.b.mul(w.value(x), w.value(beta))
+    result = w.b.add(w.b.max(scaled, w.value(0)), _log1p(w, w.b.exp(w.b.neg(w.b.abs(scaled)))))
+    return result if beta == 1 else w.b.mul(result, w.value(1 / beta))
+
+
+def _log_sigmoid(w, x):
+    return w.b.sub(w.b.min(x, w.value(0)), _log1p(w, w.b.exp(w.b.neg(w.b.abs(x)))))
 
 
 # ---- views and moves
@@ -189,7 +206,7 @@ def _cut(w, x, dim, start, end, step=1):
     shape = w.b.shape(x)
     dim %= len(shape)
     size = shape[dim]
-    whole = start in (None, 0) and step == 1 and (end is None or end == size or (isinstance(end, int) and end >= WHOLE))
+    whole = start in (None, 0, f"-{size}") and step == 1 and (end is None or end == size or (isinstance(end, int) and end >= WHOLE))
     if whole:
         return x
     if isinstance(size, int) and isinstance(start or 0, int) and step == 1 and _beyond(end) == (start or 0):
@@ -633,10 +650,18 @@ class Mask:
     window: int
 
 
-def _mask(w, like, padding, kind, window):
+def _mask(w, like, padding, kind, window, blocks=None):
     if padding is not None and not _ones(padding):
         raise CaptureError("its mask keeps some tokens and not others by a rule that adaptc can't see; expected all.")
+    if blocks is not None:
+        raise CaptureError("its mask lets tokens of one block see each other (a prefix, or an image's tokens), later ones "
+                           "too; adaptc's attention is causal, with or without a sliding window.")
     return Mask(kind, window)
+
+
+def _constant(w, values, shape, dtype, device):
+    number = float if w.dtype.startswith("f") else int
+    return w.b.constant(value=[number(x) for x in values], shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):
@@ -678,6 +703,37 @@ def _rows(w, x):
     return w.b.reshape(w.b.transpose(x, perm=(0, 2, 1, 3)), shape=(tokens, heads, width))
 
 
+def _of_tokens(w, x) -> ir.Value:
+    """[1, T, ...] → [T, ...]."""
+    one, tokens, *rest = w.b.shape(x)
+    if (one, tokens) != (1, "T"):
+        raise CaptureError(f"an operand is {w.b.shape(x)}; expected [1, T, ...].")
+    return w.b.reshape(w.value(x), shape=(tokens, *rest))
+
+
+def _convolve(w, x, weight, bias):
+    """x[1,T,C], weight[C,W], bias[C] → [1,T,C]."""
+    channels, width = w.b.shape(weight)
+    state = w.state(StateSpec.fixed("window", width - 1, channels))
+    extra = [] if bias is None else [w.value(bias)]
+    return _reshape(w, w.b.convolve(_of_tokens(w, x), w.value(weight), w.positions, w.requests, state, *extra))
+
+
+def _recur(w, query, key, value, decay, beta, read):
+    """query, key [1,T,H,K], value [1,T,H,V], decay [1,T,H,K or 1], beta [1,T,H] → [1,T,H,V]."""
+    _, _, heads, rows = w.b.shape(key)
+    state = w.state(StateSpec.fixed("state", heads, rows * w.b.shape(value)[3]))
+    extra = [] if beta is None else [_of_tokens(w, beta)]
+    operands = [_of_tokens(w, x) for x in (query, key, value, decay)]
+    return _reshape(w, w.b.recur(*operands, w.positions, w.requests, state, *extra, read=read))
+
+
+def _running_max(w, x, decay):
+    """x, decay [1,T,C] → [1,T,C]."""
+    state = w.state(StateSpec.fixed("max", 1, w.b.shape(x)[2]))
+    return _reshape(w, w.b.running_max(_of_tokens(w, x), _of_tokens(w, decay), w.positions, w.requests, state))
+
+
 SKIPPED = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
            "aten.sym_constrain_range_for_size", "aten._assert_async")
 """Operators without results: checks on what the trace assumed."""
@@ -689,6 +745,8 @@ TABLE: dict[str, Rule] = {
     "aten.relu": lambda w, x: w.b.max(w.value(x), w.value(0)),
     "aten.square": _square,
     "aten.log1p": _log1p,
+    "aten.softplus": _softplus,
+    "aten.log_sigmoid": _log_sigmoid,
     "aten.clamp": _clamp,
     "aten.clamp_min": lambda w, x, low: _clamp(w, x, low),
     "aten.add": _binary("add", 0),
@@ -749,6 +807,7 @@ TABLE: dict[str, Rule] = {
     "aten.amax": _reduce("max"),
     "aten.amin": _reduce("min"),
     "aten.var": _var,
+    "aten.std": lambda w, *args, **kwargs: w.b.sqrt(_var(w, *args, **kwargs)),
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.layer_norm": _layer_norm,
@@ -765,4 +824,8 @@ TABLE: dict[str, Rule] = {
     "adaptc.index_rows": _index_rows,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
+    "adaptc.convolve": _convolve,
+    "adaptc.recur": _recur,
+    "adaptc.running_max": _running_max,
+    "adaptc.constant": _constant,
 }

@@ -5,8 +5,10 @@
 Whatever stands between the first product and the softmax (scales, casts, where, masked_fill, sums with masks) is
 carried as ``Affine``: a factor and a shift of the scores. Both must follow from the number of tokens T alone, and are
 computed for some T: what a mask means is decided by its elements, however it was built. A token must see itself and all tokens
-before it, or the last W of them, with equal factors and no shift; others must be masked. The T that are tried lie
-around every integer that the mask is made with, so that none of them can change the rule beyond what was tried.
+before it, or the last W of them, with equal factors and, up to a constant for each token, which softmax takes away, no
+shift or one that grows evenly with the key's position (ALiBi: a slope for each head); others must be masked. The T that
+are tried lie around every integer that the mask is made with, so that none of them can change the rule beyond what was
+tried.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from torch.utils import _pytree as pytree
 
 from adaptc.capture import hooks
 from adaptc.capture.aten import SKIPPED
+from adaptc.capture.constants import constant, is_function
+from adaptc.capture.constants import name_of as key
 from adaptc.capture.places import PREFIX, place_of
-from adaptc.capture.walk import key, writes
+from adaptc.capture.walk import writes
 from adaptc.errors import CaptureError
 
 MASKED = -1e4
@@ -34,6 +38,12 @@ LENGTHS = (2, 3, 5, 8, 13, 34)
 
 LARGEST = 8200
 """Most tokens that a mask is tried for: a quarter of a gigabyte in float32."""
+
+ELEMENTS = 2**24
+"""Elements of the largest bias that is tried for being even: one that was rounded on the way is so for few tokens only."""
+
+EVEN = 4 * torch.finfo(torch.float32).eps
+"""By how much of its largest value a bias may be off: it is a product and a difference, of float32."""
 
 ENDLESS = 2**31
 """Integers from here on mean the end of a dimension."""
@@ -79,7 +89,8 @@ def drop_checks(graph: torch.fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-HINT = "adaptc's attention is causal, with or without a sliding window; its mask may depend on positions alone."
+HINT = ("adaptc's attention is causal, with or without a sliding window and a bias that grows evenly with distance; both "
+        "may depend on positions alone.")
 
 SDPA = "aten.scaled_dot_product_attention"
 SOFTMAX = ("aten.softmax", "aten._softmax", "aten._safe_softmax")
@@ -108,10 +119,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which keys a token sees (the last ``window``, 0: all) and the factor of its scores."""
+    """Which keys a token sees (the last ``window``, 0: all), the factor of its scores, and by how much each head's
+    scores rise with each later key (none: not at all)."""
 
     scaling: float
     window: int
+    slopes: tuple[float, ...] = ()
 
 
 def _is_softmax_of_pairs(node: torch.fx.Node) -> bool:
@@ -186,7 +199,7 @@ def _sdpa(node: torch.fx.Node, masks: Masks) -> Found:
     q, k, v = named["query"], named["key"], named["value"]
     scale = named.get("scale")
     width = q.meta["val"].shape[-1]
-    rule = masks.rule_of_mask(named.get("attn_mask"), named.get("is_causal", False))
+    rule = masks.rule_of_mask(named.get("attn_mask"), named.get("is_causal", False), tuple(q.meta["val"].shape[:-2]))
     return Found(node, q, k, v, False, replace(rule, scaling=width**-0.5 if scale is None else float(scale)))
 
 
@@ -210,7 +223,10 @@ def _replace(graph: torch.fx.Graph, found: Found) -> None:
         q, k, v = (new.shaped(x, (1, h, count, x.meta["val"].shape[-1])) for x, h in
                    ((found.q, heads), (k, groups), (found.v, groups)))
         mask = new(ours.mask.default, ids, None, "sliding" if found.rule.window else "causal", found.rule.window)
-        result = new(ours.attention.default, q, k, v, mask, [], [], found.rule.scaling, found.rule.window, 0.0)
+        slopes = found.rule.slopes and [new(ours.constant.default, [*found.rule.slopes], [heads], torch.float32,
+                                            found.q.meta["val"].device)]
+        result = new(ours.attention.default, q, k, v, mask, [*slopes], ["slopes"] if slopes else [],
+                     found.rule.scaling, found.rule.window, 0.0)
         result = new(aten.transpose.int, result, 1, 2)
         out = found.result.meta["val"]
         result = new.shaped(result, (*out.shape[:-2], count, out.shape[-1]))
@@ -226,11 +242,11 @@ class Inserter:
         self.graph, self.place = graph, place
         self.mode = place.meta["val"].fake_mode
 
-    def __call__(self, target: Any, *args: Any) -> torch.fx.Node:
-        node = self.graph.call_function(target, args)
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in self.place.meta.items() if k in ("nn_module_stack", "stack_trace")}
         with self.mode:
-            node.meta["val"] = target(*(a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in args))
+            node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda a: a.meta["val"]), **kwargs)
         return node
 
     def shaped(self, x: torch.fx.Node, shape: tuple) -> torch.fx.Node:
@@ -379,7 +395,7 @@ class Masks:
             kept = tensor.detach().contiguous().reshape(-1)
             raw = kept.view(torch.uint8).numpy().tobytes() if kept.numel() else b""
             return ((hashlib.sha256(raw).hexdigest(), tensor.dtype, tuple(tensor.shape)), _integers(tensor.shape))
-        if node.op != "call_function" or not _is_function(node):
+        if node.op != "call_function" or not is_function(node):
             return None
         args, kwargs = self._arguments(node)
         sources = [n for n in pytree.tree_leaves((args, kwargs)) if isinstance(n, torch.fx.Node)]
@@ -429,6 +445,8 @@ class Masks:
         args, kwargs = pytree.tree_map(given, self._arguments(node))
         if key(node) == "adaptc.mask":
             return _mask(*args)
+        if key(node) == "adaptc.constant":
+            return constant(*args)
         return node.target(*args, **kwargs)
 
     # ---- rules
@@ -461,10 +479,11 @@ class Masks:
         made = tuple(self._signature(node, product, chain) for node in chain)
         used = (n for node in chain for n in node.all_input_nodes if self.fixed(n))
         numbers = frozenset().union(*(self.integers[self.known[n]] for n in used))
-        return self._decided((made, str(product.meta["val"].shape[:-2])), scores, numbers)
+        heads = tuple(chain[-1].meta["val"].shape[:-2] if chain else product.meta["val"].shape[:-2])
+        return self._decided((made, str(product.meta["val"].shape[:-2])), scores, numbers, heads)
 
-    def rule_of_mask(self, mask: torch.fx.Node | None, is_causal: bool) -> Rule:
-        """Which keys are seen with scaled_dot_product_attention's own mask."""
+    def rule_of_mask(self, mask: torch.fx.Node | None, is_causal: bool, heads: tuple[int, ...]) -> Rule:
+        """Which keys are seen with scaled_dot_product_attention's own mask, by ``heads`` of queries."""
         if mask is None:
             if not is_causal:
                 raise Unproven("every token sees all others")
@@ -478,7 +497,7 @@ class Masks:
                 value = torch.zeros(value.shape).masked_fill(~value, -math.inf)
             return Affine(torch.ones(()), value)
 
-        return self._decided(("mask", self.known[mask]), scores, self.integers[self.known[mask]])
+        return self._decided(("mask", self.known[mask]), scores, self.integers[self.known[mask]], heads)
 
     def _given(self, x: Any, count: int, memo: dict[int, Any]) -> Any:
         return pytree.tree_map(lambda a: self.value(a, count, memo) if isinstance(a, torch.fx.Node) else a, x)
@@ -490,9 +509,11 @@ class Masks:
             "scores" if leaf in data else self._leaf(leaf) if leaf in self.known or not isinstance(leaf, torch.fx.Node)
             else "tokens" for leaf in leaves)
 
-    def _decided(self, what: Any, scores: Callable[[int], Affine], numbers: Iterable[int]) -> Rule:
+    def _decided(self, what: tuple, scores: Callable[[int], Affine], numbers: Iterable[int],
+                 heads: tuple[int, ...]) -> Rule:
+        what = (*what, heads)
         if what not in self.rules:
-            self.rules[what] = _rule(scores, self._lengths(numbers))
+            self.rules[what] = _rule(scores, self._lengths(numbers), heads, self.context or LARGEST)
         return self.rules[what]
 
     def _lengths(self, numbers: Iterable[int]) -> list[int]:
@@ -533,22 +554,14 @@ def _buffers(exported: torch.export.ExportedProgram, constants: Mapping[str, tor
     return found
 
 
-def _is_function(node: torch.fx.Node) -> bool:
-    """Whether an operator gives the same for the same operands."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return key(node) == "getitem"
-    return torch.Tag.nondeterministic_seeded not in target.tags and (
-        target.namespace == "aten" or key(node) == "adaptc.mask")
-
-
 def _integers(values: Iterable[Any]) -> frozenset[int]:
     """Integers that may be bounds: whole numbers of any type, but those that mask."""
     return frozenset(int(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)
                      and (isinstance(v, int) or MASKED < v < math.inf and v == int(v)))
 
 
-def _mask(like: torch.Tensor, padding: torch.Tensor | None, kind: str, window: int) -> torch.Tensor:
+def _mask(like: torch.Tensor, padding: torch.Tensor | None, kind: str, window: int,
+          blocks: torch.Tensor | None = None) -> torch.Tensor:
     """What ``adaptc.mask`` stands for, as transformers' written out attention has it: 0, or float32's least number."""
     if padding is not None and not bool((padding == 1).all()):
         raise Unproven("its mask keeps some tokens and not others")
@@ -561,12 +574,17 @@ def _mask(like: torch.Tensor, padding: torch.Tensor | None, kind: str, window: i
     }
     if kind not in seen:
         raise Unproven(f"its mask is {kind}")
-    return torch.zeros(count, count).masked_fill(~seen[kind], torch.finfo(torch.float32).min)[None, None]
+    visible = seen[kind]
+    if blocks is not None:  # tokens of one block, which has a number from 0 on, see each other
+        visible = visible | ((blocks[0, :, None] == blocks[0, None, :]) & (blocks[0, :, None] >= 0))
+    return torch.zeros(count, count).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
 
 
-def _rule(scores: Callable[[int], Affine], lengths: list[int]) -> Rule:
-    """The rule that holds for all ``lengths``, in ascending order."""
-    scales, windows, plain = set(), set(), 0
+def _rule(scores: Callable[[int], Affine], lengths: list[int], heads: tuple[int, ...], most: int) -> Rule:
+    """The rule that holds for all ``lengths``, in ascending order; a bias by distance must also for a longer one, of at
+    most ``most`` tokens. ``heads``: the scores' leading dimensions."""
+    scales, windows, plain, slopes = set(), set(), 0, None
+    lengths = [*lengths]
     for count in lengths:
         try:
             form = scores(count)
@@ -575,6 +593,11 @@ def _rule(scores: Callable[[int], Affine], lengths: list[int]) -> Rule:
             raise Unproven(f"for {count} tokens its mask can't be computed ({said})") from error
         window = _window(form, count)
         scales.add(_factor(form, count, window))
+        if slopes is None:
+            slopes = _slopes(form, heads)
+            long = min(most, math.isqrt(ELEMENTS // math.prod(heads)))
+            lengths += [long] if slopes.any() and long > lengths[-1] else []
+        _check_even(form, count, window, slopes, heads)
         if window < count:
             windows.add(window)
         else:
@@ -583,7 +606,7 @@ def _rule(scores: Callable[[int], Affine], lengths: list[int]) -> Rule:
         raise Unproven("the factor of its scores depends on the number of tokens")
     if len(windows) > 1 or (windows and plain > min(windows)):
         raise Unproven("how many tokens before it a token sees depends on the number of tokens")
-    return Rule(scales.pop(), windows.pop() if windows else 0)
+    return Rule(scales.pop(), windows.pop() if windows else 0, tuple(slopes.tolist()) if slopes.any() else ())
 
 
 def _window(form: Affine, count: int) -> int:
@@ -603,11 +626,30 @@ def _factor(form: Affine, count: int, window: int) -> float:
     """The factor of all scores that are seen."""
     behind = torch.arange(count)[:, None] - torch.arange(count)
     seen = (behind >= 0) & (behind < window)
-    shift = form.shift.expand(*form.shift.shape[:-2], count, count)
-    if bool((shift.masked_fill(~seen, 0.0) != 0).any()):
-        raise Unproven("it adds to its scores what is neither 0 nor masks them, such as a bias by distance")
     scale = form.scale.expand(*form.scale.shape[:-2], count, count)
     first = scale.reshape(-1)[0]
     if bool((scale.masked_fill(~seen, first) != first).any()) or bool((scale.abs() > first.abs()).any()):
         raise Unproven("its scores have several factors")
     return float(first)
+
+
+def _slopes(form: Affine, heads: tuple[int, ...]) -> torch.Tensor:
+    """f64[H]: by how much each head's scores rise with a later key, of two tokens; 0 where the first is masked."""
+    shift = form.shift.expand(*heads, 2, 2)[..., 1, :].reshape(-1, 2).double()
+    return torch.where(shift[:, 0] > MASKED, shift[:, 1] - shift[:, 0], 0.0)
+
+
+def _check_even(form: Affine, count: int, window: int, slopes: torch.Tensor, heads: tuple[int, ...]) -> None:
+    """Unproven if scores that are seen rise otherwise than by ``slopes`` a key."""
+    behind = torch.arange(count)[:, None] - torch.arange(count)
+    hidden = (behind < 0) | (behind >= window)
+    if not bool(slopes.any()) and not bool((form.shift.expand(*form.shift.shape[:-2], count, count) != 0).masked_fill(
+            hidden, False).any()):
+        return
+    distance = behind.masked_fill(hidden, 0)
+    for shift, slope in zip(form.shift.expand(*heads, count, count).reshape(-1, count, count), slopes):
+        shift = shift.masked_fill(hidden, 0.0)
+        rise = (shift - shift.diagonal()[:, None]).masked_fill(hidden, 0.0)
+        if not bool((rise + slope * distance).abs().max() <= EVEN * shift.abs().max()):
+            raise Unproven("it adds to its scores what neither masks them nor grows evenly with distance: a bias by distance "
+                           f"of another form, as {count} tokens show")

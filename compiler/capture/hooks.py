@@ -1,9 +1,10 @@
 """Attention, masks, experts and rope by length through transformers' own extension points, recorded as operators of their own.
 
-    adaptc::mask(like[1,T,D], padding, kind, window) -> [1,1,T,T]    stands for a mask, which is never computed
+    adaptc::mask(like[1,T,D], padding, kind, window, blocks[1,T]) -> [1,1,T,T]    stands for a mask, which is never computed
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, extras, names, scaling, window, softcap) -> [1,T,H,Dv]
         ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order
     adaptc::index_rows(query[1,T,H,D], key[1,T,D], weights[1,T,H], top_k, scaling) -> i32[1,T,top_k]
+    adaptc::constant(values, shape, dtype, device) -> shape    numbers that Python has
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
 """
@@ -19,7 +20,9 @@ from typing import Any, Callable, Iterator
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from adaptc.capture import recurrence
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
@@ -38,8 +41,8 @@ WIDTHS = {"sliding": "sliding_window", "chunked": "attention_chunk_size", "bidir
 """Kind of mask → the configuration key that says how wide it is."""
 
 MASK_INPUTS = ("config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids", "layer_idx",
-               "allow_is_causal_skip", "allow_is_bidirectional_skip")
-"""What may be given to a mask builder: nothing else of it changes which keys a token sees."""
+               "allow_is_causal_skip", "allow_is_bidirectional_skip", "block_sequence_ids")
+"""What may be given to a mask builder: what else it takes may change which keys a token sees."""
 
 IGNORED = ("position_ids", "cache_position", "use_cache", "cache", "past_key_values", "output_attentions",
            "output_hidden_states", "return_dict", "logits_to_keep")
@@ -49,7 +52,8 @@ IGNORED = ("position_ids", "cache_position", "use_cache", "cache", "past_key_val
 @functools.cache
 def operators() -> None:
     """Registers the operators with torch, once in a process: torch can't take them back safely."""
-    torch.library.define("adaptc::mask", "(Tensor like, Tensor? padding, str kind, int window) -> Tensor")
+    torch.library.define("adaptc::mask", "(Tensor like, Tensor? padding, str kind, int window, "
+                         "Tensor? blocks=None) -> Tensor")
     torch.library.define(
         "adaptc::attention",
         "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor[] extras, str[] names, float scaling, int window, "
@@ -62,14 +66,19 @@ def operators() -> None:
     torch.library.define("adaptc::index_rows",
                          "(Tensor query, Tensor key, Tensor weights, int top_k, float scaling) -> Tensor")
     torch.library.register_fake("adaptc::index_rows", _index_shape)
+    torch.library.define("adaptc::constant",
+                         "(float[] values, int[] shape, ScalarType dtype, Device device) -> Tensor")
+    torch.library.register_fake("adaptc::constant", lambda values, shape, dtype, device: torch.empty(
+        shape, dtype=dtype, device=device))
     torch.library.define("adaptc::request_length", "(Tensor positions) -> Tensor")
     torch.library.register_fake("adaptc::request_length", torch.empty_like)
     torch.library.register_fake("adaptc::mask", _mask_shape)
     torch.library.register_fake("adaptc::attention", _attention_shape)
     torch.library.register_fake("adaptc::expert_linear", _expert_linear_shape)
+    recurrence.operators()
 
 
-def _mask_shape(like, padding, kind, window):
+def _mask_shape(like, padding, kind, window, blocks=None):
     """As transformers' written out attention has it: it adds 0 or the least number to scores."""
     return like.new_empty((like.shape[0], 1, like.shape[1], like.shape[1]), dtype=torch.float32)
 
@@ -97,6 +106,7 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
     names = {id(m): name for name, m in module.named_modules()}
     before = module.config._attn_implementation
     with ExitStack() as stack:
+        stack.enter_context(recurrence.installed(module))
         functions = ALL_ATTENTION_FUNCTIONS._local_mapping
         stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names)}))
         experts = ALL_EXPERTS_FUNCTIONS._local_mapping
@@ -106,7 +116,11 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
                 stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind)}))
         module.set_attn_implementation(IMPLEMENTATION)
         stack.callback(module.set_attn_implementation, before)
-        stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
+        device = next(module.parameters()).device
+        stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor, device)))
+        stack.enter_context(_ListsInIndices())
+        # distributions ask about the values of their parameters, which a trace hasn't
+        stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         for namespace in {id(n): n for n in map(_namespace, module.modules())}.values():
             stack.enter_context(mock.patch.dict(namespace, {"min": _least(namespace.get("min", min))}))
         for one in module.modules():
@@ -119,16 +133,43 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _tensor(original: Callable) -> Callable:
+def _tensor(original: Callable, device_of_module: torch.device) -> Callable:
     """``torch.tensor`` whose numbers survive on the meta device: an operator of the graph holds them."""
 
     @functools.wraps(original)
     def tensor(data: Any, *args: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any):
-        if isinstance(data, (bool, int, float)) and not args and not kwargs:
+        if args or kwargs:
+            return original(data, *args, dtype=dtype, device=device, **kwargs)
+        if isinstance(data, (bool, int, float)):
             return torch.full((), data, dtype=dtype, device=device)
-        return original(data, *args, dtype=dtype, device=device, **kwargs)
+        if isinstance(data, (list, tuple)) and (numbers := _numbers(data)):
+            made = original(data, dtype=dtype, device="cpu")
+            return torch.ops.adaptc.constant([float(x) for x in numbers], list(made.shape), made.dtype,
+                                             device_of_module if device is None else torch.device(device))
+        return original(data, dtype=dtype, device=device)
 
     return tensor
+
+
+def _numbers(data: Any) -> list | None:
+    """The numbers in lists of lists, in order; None if there is anything else."""
+    if isinstance(data, (bool, int, float)):
+        return [data]
+    if not isinstance(data, (list, tuple)):
+        return None
+    found = [_numbers(part) for part in data]
+    return None if any(part is None for part in found) else [x for part in found for x in part]
+
+
+class _ListsInIndices(TorchFunctionMode):
+    """Lists in indices (``x[..., [-2], :]``) become tensors by ``torch.tensor``, as torch would make them itself."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            index = tuple(torch.tensor(part) if isinstance(part, list) and part and _numbers(part) else part
+                          for part in args[1])
+            args = (args[0], index)
+        return function(*args, **(kwargs or {}))
 
 
 def _namespace(module: torch.nn.Module) -> dict:
@@ -179,7 +220,7 @@ def _mask(original: Callable, kind: str) -> Callable:
             raise CaptureError(f"{original.__name__} of a {config.model_type} model is given a mask that isn't a row of "
                                "tokens to keep, which adaptc has no operator for.")
         return torch.ops.adaptc.mask(given["inputs_embeds"], padding, kind if causal else "bidirectional",
-                                     int(width or 0))
+                                     int(width or 0), given.get("block_sequence_ids"))
 
     return marker
 

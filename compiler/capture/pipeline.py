@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from adaptc.capture import build, hooks, repeat, trace
+from adaptc.capture import build, convolution, hooks, repeat, trace
 from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.index import indexed
@@ -20,9 +20,8 @@ Bind = Callable[[Mapping[str, tuple[int, ...]], Mapping[str, str]], Mapping[str,
 """(parameter → shape, tied parameter → the one whose storage it shares) → parameter → how the files store it."""
 
 
-def capture(source: Any, *, brief: bool = False) -> Program:
-    """The program of a ``sources.Source``, at stage "captured"; ``brief``: layers traced once a kind where that is proved
-    to give the same (``capture.repeat``).
+def capture(source: Any) -> Program:
+    """The program of a ``sources.Source``, at stage "captured".
 
     CaptureError when the module can't be captured; InputError when its files say what no code reads, or lack tensors.
     OptionError when the caller waives what is used.
@@ -31,8 +30,7 @@ def capture(source: Any, *, brief: bool = False) -> Program:
         module = source.module() or build.build(source.config, source.trust_remote_code)
         source.built(module)
         ignored = sorted(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
-        program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied, ignored),
-                                 brief=brief)
+        program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied, ignored))
     reads.check()
     source.check_waived()
     if left_out := source.left_out([*build.stored_shapes(module), *build.tied(module)], ignored):
@@ -41,11 +39,11 @@ def capture(source: Any, *, brief: bool = False) -> Program:
 
 
 def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = None, *, folded: bool = True,
-                   brief: bool = False) -> Program:
+                   brief: bool = True) -> Program:
     """The program of a transformers causal LM, whose parameters may be on the meta device.
 
-    Without ``bind``, every parameter is a tensor of its own name. ``brief`` needs ``folded``. The module is left as it
-    was.
+    Without ``bind``, every parameter is a tensor of its own name. ``brief``: layers are traced once a kind where that is
+    proved to give the same program (``capture.repeat``); it needs ``folded``. The module is left as it was.
     """
     tied = build.tied(module)
     stored = dict((bind or _itself)(build.stored_shapes(module), tied))
@@ -62,13 +60,16 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
 def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored], folded: bool,
               found: Sequence[repeat.Stack]) -> Program:
     text = config.get_text_config()
-    with repeat.cut(module, found), _evaluated(module), hooks.both_frequencies(module):
+    with _evaluated(module), hooks.both_frequencies(module):
         constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         with build.on_one_device(module), hooks.installed(module):
-            exported = trace.trace(module, _context(text))
+            if found:
+                repeat.prove(module, found, trace.samples(_context(text)))
+            with repeat.cut(module, found):
+                exported = trace.trace(module, _context(text))
     fixed = {name: value for name, value in constants.items() if name not in stored}
     exported = raised(indexed(exported, fixed, _context(text)), fixed, _context(text))
-    program = walk(exported, stored, constants)
+    program = walk(convolution.raised(exported), stored, constants)
     program.set_fact("context", min(filter(None, (_context(text), program.fact("context"))), default=0))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
     legality.check(program)
@@ -81,9 +82,13 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
     return program
 
 
+CONTEXT = ("max_position_embeddings", "max_seq_len")
+"""Keys of configurations that say how many tokens a sequence may have."""
+
+
 def _context(config: Any) -> int:
     """Tokens that the configuration says a sequence may have; 0 when it doesn't. Dynamic rope stretches them."""
-    most = getattr(config, "max_position_embeddings", 0) or 0
+    most = next(filter(None, (getattr(config, name, None) for name in CONTEXT)), 0)
     rope = getattr(config, "rope_parameters", None) or {}
     stretched = "dynamic" in str(rope.get("rope_type"))
     return int(most * rope.get("factor", 1)) if stretched else most

@@ -1,20 +1,23 @@
 """Layers that are traced once a kind: a deep stack is cut to its first layers, and the others follow from these.
 
 A layer is left out where its module tree, plain attributes, buffers, parameter shapes and slice of the configuration
-are those of two traced ones at least. Its operators are theirs, with its own weights and states, reading what the
-layer before it gives. Where a trace asks a layer for its number, or anything but the layer before, nothing is left
-out. What isn't seen is a loop over layers that counts them and decides by a number that the configuration holds.
+are those of two traced ones at least, and where it does what they do: the whole module is run once for a few numbers of
+tokens without data, and every layer that is left out must call the operators of the one it repeats, in its order, on its
+own weights, on what the layers before it gave at the same distance, and on the same values of everything else. So a loop
+that counts layers, or a layer that asks for its number, is seen by what it computes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_mlir import ir
 
 from adaptc.capture.walk import Stored
@@ -25,7 +28,7 @@ LEAST = 2
 """Traced layers of each kind that is left out: folding makes a body of what stands twice."""
 
 INDEX = ("layer_idx", "layer_id", "layer_number", "layer_index", "idx")
-"""Attributes by which a layer's modules know its number."""
+"""Attributes by which a layer's modules know its number, which doesn't make them another kind."""
 
 
 class NotRepeated(Exception):
@@ -104,49 +107,120 @@ def _value(value: Any) -> Any:
 
 @contextmanager
 def cut(module: torch.nn.Module, found: Sequence[Stack]) -> Iterator[None]:
-    """``module`` with the traced layers alone within the block. NotRepeated at its end when one was asked for its number."""
-    asked: list[str] = []
+    """``module`` with the traced layers alone within the block."""
     everything: list[tuple[torch.nn.ModuleList, dict]] = []
-    numbers: list[tuple[torch.nn.Module, str, int]] = []
     try:
         for stack in found:
             layers = module.get_submodule(stack.path)
             everything.append((layers, dict(layers._modules)))
             for i in range(stack.traced, len(stack.like)):
                 del layers._modules[str(i)]
-            for i, layer in enumerate(layers):
-                for part in layer.modules():
-                    for name in INDEX:
-                        if type(vars(part).get(name)) is int and vars(part)[name] == i:
-                            numbers.append((part, name, i))
-                            setattr(part, name, _number(i, f"{stack.path}.{i}", asked))
         yield
     finally:
         for layers, modules in everything:
             layers._modules.clear()
             layers._modules.update(modules)
-        for part, name, i in numbers:
-            setattr(part, name, i)
-    if asked:
-        raise NotRepeated(f"{asked[0]} asks for its number")
 
 
-def _number(value: int, path: str, asked: list[str]) -> int:
-    """An int that notes when anything is computed or decided by it."""
-
-    def noting(name: str) -> Any:
-        def method(self, *args):
-            asked.append(path)
-            return getattr(int, name)(self, *args)
-
-        return method
-
-    return type("_Number", (int,), {name: noting(name) for name in _USES})(value)
+# ---- that layers do the same
 
 
-_USES = ("__index__", "__int__", "__float__", "__bool__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
-         "__rmul__", "__mod__", "__floordiv__", "__truediv__", "__rtruediv__", "__and__", "__pow__", "__rpow__", "__eq__",
-         "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__str__", "__repr__", "__format__")
+def prove(module: torch.nn.Module, found: Sequence[Stack], lengths: Sequence[int]) -> None:
+    """Runs ``module``, whose parameters are on the meta device, on so many tokens. NotRepeated where a layer does
+    something else than the one that it repeats."""
+    for length in lengths:
+        with _Record(module, found) as record:
+            ids = torch.zeros((1, length), dtype=torch.int64, device=next(module.parameters()).device)
+            try:
+                module(input_ids=ids, use_cache=False)
+            except Exception as error:  # torch has no base class for what a run without data can't do
+                raise NotRepeated(f"the module doesn't run without data: {error}") from error
+        for number, stack in enumerate(found):
+            _compare(stack, [record.done.get((number, i)) for i in range(len(stack.like))], record.between[number])
+
+
+def _compare(stack: Stack, done: Sequence[tuple | None], between: Sequence[str]) -> None:
+    if between:
+        raise NotRepeated(f"{between[0]} stands between the layers of {stack.path}")
+    for i, like in enumerate(stack.like):
+        if done[i] is None or done[i] != done[like]:
+            raise NotRepeated(f"{stack.path}.{i} doesn't do what {stack.path}.{like} does")
+
+
+class _Record(TorchDispatchMode):
+    """What each layer does within the block: its operators with their operands, each by what it is to the layer."""
+
+    def __init__(self, module: torch.nn.Module, found: Sequence[Stack]):
+        super().__init__()
+        self.done: dict[tuple[int, int], tuple] = {}
+        self.between: list[list[str]] = [[] for _ in found]
+        self._now: tuple[int, int] | None = None
+        self._last: list[int] = [-1] * len(found)
+        self._waiting: list[list[str]] = [[] for _ in found]
+        self._calls: list[tuple] = []
+        self._names: dict[int, tuple] = {}
+        self._alive: list[Any] = []
+        self._hooks: list[Any] = []
+        owned = {}
+        for number, stack in enumerate(found):
+            for i, layer in enumerate(module.get_submodule(stack.path)):
+                owned |= {id(t): ((number, i), name) for name, t in
+                          (*layer.named_parameters(), *layer.named_buffers())}
+                self._hooks += [layer.register_forward_pre_hook(self._entering(number, i)),
+                                layer.register_forward_hook(self._leaving(number, i))]
+        self._owned = owned
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+        self._alive.clear()
+
+    def _entering(self, number: int, i: int) -> Callable:
+        def hook(*_: Any) -> None:
+            if self._now is not None or self._last[number] != i - 1:
+                raise NotRepeated(f"layer {i} isn't called once, after layer {i - 1}")
+            self._now, self._calls = (number, i), []
+            if i:
+                self.between[number] += self._waiting[number]
+
+        return hook
+
+    def _leaving(self, number: int, i: int) -> Callable:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            results = tuple(self._operand(leaf) for leaf in pytree.tree_leaves(output))
+            self.done[number, i] = (tuple(self._calls), results)
+            self._now, self._last[number], self._waiting[number] = None, i, []
+
+        return hook
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = tuple(self._operand(leaf) for leaf in pytree.tree_leaves((args, kwargs or {})))
+        results = function(*args, **(kwargs or {}))
+        if self._now is None:
+            for waiting in self._waiting:
+                waiting.append(str(function))
+        for k, leaf in enumerate(pytree.tree_leaves(results)):
+            if isinstance(leaf, torch.Tensor):
+                self._alive.append(leaf)  # or another would get its id
+                self._names.setdefault(id(leaf), (self._now, len(self._calls), k) if self._now else (None, id(leaf)))
+        if self._now is not None:
+            self._calls.append((str(function), operands))
+        return results
+
+    def _operand(self, leaf: Any) -> Any:
+        """An operand by what it is to the layer that runs."""
+        if not isinstance(leaf, torch.Tensor):
+            return type(leaf), repr(leaf)
+        self._alive.append(leaf)
+        now = self._now or (None, 0)
+        if id(leaf) in self._owned:
+            (number, i), name = self._owned[id(leaf)]
+            return ("own", i - now[1], name) if number == now[0] else ("other", id(leaf))
+        place, *which = self._names.get(id(leaf), (None, id(leaf)))
+        if place is None or place[0] != now[0]:
+            return ("other", *which)
+        return "given", place[1] - now[1], *which
 
 
 def unroll(program: Program, stack: Stack, stored: Mapping[str, Stored]) -> None:

@@ -30,6 +30,11 @@ rest of a division asks it of one of these. Torch itself asks whether sizes such
 nothing of the result."""
 
 
+def samples(context: int) -> tuple[int, ...]:
+    """Two numbers of tokens: the traced one, and the most that a sequence may have."""
+    return tuple(sorted({SAMPLE, context or LENGTHS[-1]}))
+
+
 class _Logits(torch.nn.Module):
     def __init__(self, module: torch.nn.Module):
         super().__init__()

@@ -11,7 +11,9 @@ import torch
 from torch_mlir import ir
 from torch_mlir.dialects import func
 
+from adaptc.capture import constants as numbers
 from adaptc.capture.aten import SKIPPED, Mask
+from adaptc.capture.constants import name_of as key
 from adaptc.capture.order import ordered
 from adaptc.capture.places import PREFIX, Place, place_of
 from adaptc.capture.rules import package_of, rules
@@ -72,19 +74,12 @@ def walk(exported: torch.export.ExportedProgram, stored: Mapping[str, Stored],
     """
     _check_static(exported.graph)
     exported = _decomposed(exported)
+    numbers.compute(exported.graph, _unknown(exported.graph))
     _check_known(exported.graph)
     program = Program.empty("captured")
     with program.editing():
         _Walk(program, exported, stored, constants).run()
     return program
-
-
-def key(node: torch.fx.Node) -> str:
-    """The node's operator as the table spells it: ``aten.add``, without the overload."""
-    target = node.target
-    return str(target.overloadpacket) if isinstance(target, torch._ops.OpOverload) else getattr(
-        target, "__name__", str(target)
-    )
 
 
 def _unknown(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -319,7 +314,7 @@ class _Walk:
 
     def state(self, spec: StateSpec) -> ir.Value:
         """A new state owned by the current node."""
-        owner = f"{self.place.module}.kv"
+        owner = f"{self.place.module}.{'kv' if spec.kind == 'rows' else spec.parts[0][0]}"
         name = f"{owner}{self.owned[owner] or ''}"
         self.owned[owner] += 1
         self.program.declare(StateSlot(name, spec, self.place.module))

@@ -20,6 +20,7 @@ from torch_mlir import ir
 
 from adaptc.errors import LegalityError
 from adaptc.formats import FORMATS, WeightFormat
+from adaptc.plan import STATE_KINDS
 from adaptc.protocol import StateSpec, TensorSpec
 
 
@@ -121,7 +122,7 @@ def _format_from_dict(data: dict[str, Any]) -> WeightFormat:
 def to_type(spec: TensorSpec | StateSpec, tile: str = "") -> ir.Type:
     """The MLIR type of a spec; ``tile`` names the order a backend packs a weight in (layout stage)."""
     if isinstance(spec, StateSpec):
-        contract = {"kind": "rows", "parts": spec.parts, "dtype": spec.dtype, "window": spec.window}
+        contract = {"kind": spec.kind, "parts": spec.parts, "dtype": spec.dtype, "window": spec.window}
         if spec.scale:
             contract["scale"] = spec.scale
         if spec.page_size:
@@ -158,8 +159,10 @@ def _reader() -> ir.Context:
 def _spec_of(kind: ir.Type, text: str) -> TensorSpec | StateSpec:
     if text.startswith("!adaptc.state<"):
         c = _inner(text, "!adaptc.state")
+        if c.get("kind") not in STATE_KINDS:
+            raise LegalityError(f"type {text}: a state's kind is {' or '.join(map(repr, STATE_KINDS))}.")
         return StateSpec(c["parts"], c["dtype"], c["window"], c.get("page_size", 0), c.get("key_block", 0),
-                         c.get("max_pages", 0), c.get("scale", ""))
+                         c.get("max_pages", 0), c.get("scale", ""), c["kind"])
     if not isinstance(kind, ir.RankedTensorType):
         raise LegalityError(f"type {text} is neither a ranked tensor nor a state.")
     tensor = ir.RankedTensorType(kind)

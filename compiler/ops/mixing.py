@@ -40,6 +40,35 @@ class RowState:
         return [np.stack([rows[p] for p in range(lo, hi)]) for rows in self.rows[request]]
 
 
+class FixedState:
+    """The oracle's values of one state of fixed size: per request, one array a part and length, float32. Of lengths
+    the last two are kept, as a step that is run again starts from the one before."""
+
+    def __init__(self, spec: StateSpec):
+        self.spec = spec
+        self.values: dict[int, dict[int, list[np.ndarray]]] = {}
+
+    def read(self, request: int, length: int, initial: float = 0.0) -> list[np.ndarray]:
+        """The value after ``length`` tokens, [heads, width] each part; ``initial`` everywhere after none."""
+        if length == 0:
+            return [np.full((heads, width), initial, np.float32) for _, heads, width in self.spec.parts]
+        found = self.values.get(request, {})
+        if length not in found:
+            raise LegalityError(f"request {request} has no value of state {self.spec.parts} after {length} tokens.")
+        return found[length]
+
+    def write(self, request: int, start: int, length: int, parts) -> None:
+        """The value after ``length`` tokens, made from that after ``start`` of them."""
+        found = self.values.get(request, {})
+        kept = {start: found[start]} if start in found else {}
+        self.values[request] = kept | {length: [np.asarray(part, np.float32) for part in parts]}
+
+
+def oracle_state(spec: StateSpec) -> RowState | FixedState:
+    """What a stateful operator's meaning takes for a state."""
+    return {"rows": RowState, "fixed": FixedState}[spec.kind](spec)
+
+
 def _infer_rope(attrs, operands):
     x, cos, sin = operands
     kinds = sorted({o.dtype for o in operands})
@@ -105,8 +134,10 @@ def _infer_attention(attrs, operands):
                    f"attention: rows are {extra.dtype}{list(extra.shape)} with a window of {attrs['window']}; expected "
                    "i32[T, K] and none.")
             continue
-        expect(extra.shape == q.shape[1:2] and extra.dtype == "f32",
-               f"attention: {name} are {extra.dtype}{list(extra.shape)}, expected f32, one a query head.")
+        own, what = ((extra.shape[2:], "[T, H, D]") if name == "distances" else ((), "one a query head"))
+        expect(extra.dtype == "f32" and extra.shape == (*(q.shape[:2] if own else q.shape[1:2]), *own)
+               and len(own) == (name == "distances"),
+               f"attention: {name} are {extra.dtype}{list(extra.shape)}, expected f32, {what}.")
     kinds = tuple(o.dtype for o in operands[:5])
     expect(
         kinds == ("f32", "f32", "f32", "i32", "i32"),
@@ -133,9 +164,10 @@ def _infer_attention(attrs, operands):
 
 
 def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
-    """softmax(q·kᵀ·scaling [softcapped] [+ slope · (key's position - query's)]) · v over the rows each token may see,
-    in float64: up to its own, or those of them that its row of ``rows`` names (-1: none). A head's slope is ALiBi's (https://arxiv.org/abs/2108.12409); its sink is one more score, whose value
-    is 0."""
+    """softmax(q·kᵀ·scaling [softcapped] [+ bias]) · v over the rows each token may see, in float64: those up to its own,
+    or of them those that its row of ``rows`` names (-1: none). The bias of a key d positions before the query is
+    -slope · d, by the head's slope (ALiBi, https://arxiv.org/abs/2108.12409), and the query's own distances[d], where it
+    has so many. A head's sink is one more score, whose value is 0."""
     given = dict(zip(attrs["extras"], extras))
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         state.append(request, position, (k[t], v[t]))
@@ -160,6 +192,10 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
         if "slopes" in given:
             slopes = given["slopes"].reshape(k.shape[1], groups, 1).astype(np.float64)
             scores = scores + slopes * (places - position)
+        if "distances" in given:
+            near = given["distances"][t].astype(np.float64)
+            near = np.pad(near, ((0, 0), (0, max(0, position + 1 - near.shape[1]))))[:, position - places]
+            scores = scores + near.reshape(scores.shape)
         if "sinks" in given:
             scores = np.concatenate([scores, given["sinks"].reshape(k.shape[1], groups, 1).astype(np.float64)], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -190,8 +226,9 @@ ROWS = [
     OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, attrs={"interleaved": False, "turned": 0},
           factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
-    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?", "rows?"), _infer_attention,
-          _attention,
-          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}, factors="thd,thd,the,t,t,h,h,tk->the",
+    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?", "distances?", "rows?"),
+          _infer_attention, _attention,
+          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()},
+          factors="thd,thd,the,t,t,h,h,thn,tk->the",
           cost=_attention_flops, state=5, reads=_attention_reads, earlier=("rows",)),
 ]

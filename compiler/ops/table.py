@@ -14,6 +14,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 from adaptc import packages
 from adaptc.errors import LegalityError
+from adaptc.plan import STATE_KINDS
 from adaptc.protocol import StateSpec, TensorSpec
 
 REQUIRED = object()
@@ -50,7 +51,9 @@ class OpRow:
                context of each request, "R*C", as far as the state's window goes
     earlier    operands of a stateful operator that name, for each token, positions of its own request up to its own,
                ascending, then -1
-    appends    a stateful operator appends the step's rows to its state; else it only reads what another one appended
+    keeps      kind of that state (``plan.State``): "rows", of which every token appends one, or "fixed", a value
+    appends    a stateful operator appends the step's rows to its state, or replaces the value; else it only reads what
+               another one left there
     gathers    (table, indices): of operand ``table`` only the rows that operand ``indices`` names are read
     views      the result holds the operand's elements, moved or renamed, and nothing else
     aliases    a view that moves nothing: the result is the operand's memory under another shape
@@ -58,6 +61,8 @@ class OpRow:
     matrices   operands whose rows may be stored in a packed format; a weight that any other operand reads is dense
     ranges     name → (generator, shape) → values of float operands that are hard for this operator: its kernels are
                verified over them beside what all are (``adaptc.verify.operators.RANGES``)
+    domain     operand → (values) → values that it can have in earnest, from those of a range: where others make
+               nothing but infinities, as decays above 0 do over a long past
     """
 
     name: str
@@ -72,6 +77,7 @@ class OpRow:
     state: int | None = None
     reads: Callable[[Mapping[str, Any], Sequence[Spec]], str] | None = None
     earlier: tuple[str, ...] = ()
+    keeps: str = "rows"
     appends: bool = True
     gathers: tuple[int, int] | None = None
     views: bool = False
@@ -79,6 +85,7 @@ class OpRow:
     elementwise: bool = False
     matrices: tuple[str, ...] = ()
     ranges: Mapping[str, Callable[[Any, tuple[int, ...]], Any]] = field(default_factory=dict)
+    domain: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def complete(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """``attrs`` with defaults filled in; unknown and missing ones are errors."""
@@ -114,6 +121,8 @@ class OpRow:
             if isinstance(operand, StateSpec) != (i == self.state):
                 expected = "a state" if i == self.state else "a tensor"
                 raise LegalityError(f"{self.name}: operand {i} must be {expected}, got {operand}.")
+            if i == self.state and operand.kind != self.keeps:
+                raise LegalityError(f"{self.name}: the state is of kind {operand.kind!r}, expected {self.keeps!r}.")
 
     def places(self, attrs: Mapping[str, Any], count: int) -> tuple[int, ...]:
         """Which entry of ``operands`` each of ``count`` operands is, where nothing is quantised."""
@@ -162,9 +171,9 @@ def package_of(name: str) -> str | None:
 @cache
 def _tables() -> tuple[dict[str, OpRow], dict[str, str]]:
     """(rows by name, package by name of those that aren't our own)."""
-    from adaptc.ops import dense, elementwise, index, mixing, routing, shape
+    from adaptc.ops import dense, elementwise, index, mixing, recurrent, routing, shape
 
-    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *index.ROWS, *routing.ROWS]
+    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *index.ROWS, *recurrent.ROWS, *routing.ROWS]
     own = {row.name: row for row in rows}
     assert len(own) == len(rows), "an operator is declared twice"
     theirs = packages.added(packages.OPERATORS, "ROWS", own, problem)
@@ -212,6 +221,12 @@ def _problems(row: OpRow):
         yield f"matrices name {sorted(unknown)[0]!r}, which is no operand."
     if not all(callable(draw) for draw in row.ranges.values()):
         yield "ranges hold something else than functions of a generator and a shape."
+    if row.keeps not in STATE_KINDS:
+        yield f"keeps is {row.keeps!r}, expected {' or '.join(map(repr, STATE_KINDS))}."
+    if unknown := set(row.domain) - {name.rstrip("?*+") for name in row.operands}:
+        yield f"domain names {sorted(unknown)[0]!r}, which is no operand."
+    if not all(callable(map_) for map_ in row.domain.values()):
+        yield "domain holds something else than functions of values."
     if row.factors != "...":
         left, arrow, right = row.factors.partition("->")
         terms, tensors = left.split(","), [n for i, n in enumerate(row.operands) if i != row.state]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Callable
+from typing import Callable, Mapping
 
 from adaptc.formats import WeightFormat
 from adaptc.ops.table import Form, added, context_symbol, row, scaled, size
@@ -38,7 +38,7 @@ def cost_of(spec: OpSpec, packed: PackedBytes) -> Cost:
     for i, operand in enumerate(spec.operands):
         if isinstance(operand, StateSpec):
             reads = operator.reads(attrs, spec.operands) if operator.reads else f"R*{context_symbol(operand.window)}"
-            whole[i] = _state_bytes(operand, operator.appends, reads)
+            whole[i] = STATE_BYTES[operand.kind](operand, operator.appends, reads)
     if operator.gathers:
         table, rows = operator.gathers
         whole[table] = _row_bytes(spec.operands[table], spec.operands[rows], packed)
@@ -55,11 +55,20 @@ def _bytes(spec: TensorSpec | StateSpec, packed: PackedBytes) -> Form:
     return scaled(size(spec.shape), DTYPE_BYTES[spec.dtype])
 
 
-def _state_bytes(spec: StateSpec, appends: bool, reads: str) -> Form:
+def _row_state_bytes(spec: StateSpec, appends: bool, reads: str) -> Form:
     """The rows that the step's tokens append, and those that it reads."""
     row_bytes = spec.token_bytes()
     read = {reads: row_bytes}
     return added({"T": row_bytes}, read) if appends else read
+
+
+def _fixed_state_bytes(spec: StateSpec, appends: bool, reads: str) -> Form:
+    """Each request's value is read, and the next one written."""
+    return {"R": spec.request_bytes() * (2 if appends else 1)}
+
+
+STATE_BYTES: Mapping[str, Callable[[StateSpec, bool, str], Form]] = {"rows": _row_state_bytes, "fixed": _fixed_state_bytes}
+"""By the state's kind: what (its contract, whether the operator appends to it, which rows it reads) move."""
 
 
 def _row_bytes(table: TensorSpec, rows: TensorSpec, packed: PackedBytes) -> Form:

@@ -67,11 +67,13 @@ class _Emitter:
     # ---- states
 
     def _group(self, spec: StateSpec) -> str:
+        if spec.kind == "fixed":
+            return "fixed"
         return f"window{spec.window}" if spec.window else "full"
 
     def _state(self, name: str, spec: StateSpec) -> State:
         parts = tuple(StatePart(*part) for part in spec.parts)
-        return State(name, "rows", self._group(spec), spec.dtype, spec.window, parts, spec.scale)
+        return State(name, spec.kind, self._group(spec), spec.dtype, spec.window, parts, spec.scale)
 
     def groups(self) -> tuple[CacheGroup, ...]:
         members: dict[str, list[State]] = {}
@@ -79,7 +81,7 @@ class _Emitter:
             members.setdefault(state.group, []).append(state)
         return tuple(
             CacheGroup(name, states[0].window, tuple(sorted(s.name for s in states)),
-                       self.slots[states[0].name].spec.max_pages)
+                       self.slots[states[0].name].spec.max_pages, states[0].kind)
             for name, states in sorted(members.items())
         )
 

@@ -40,4 +40,5 @@ def cache_bytes(program: Program, context: int) -> tuple[int, int]:
     """(bytes of caches that a token takes, those of a request of ``context`` tokens), when states are stored."""
     states = [slot.spec for slot in program.states().values()]
     kept = (min(context, s.window + s.page_size) if s.window else context for s in states)
-    return sum(s.token_bytes() for s in states), sum(s.token_bytes() * tokens for s, tokens in zip(states, kept))
+    whole = sum(s.token_bytes() * tokens + s.request_bytes() for s, tokens in zip(states, kept))
+    return sum(s.token_bytes() for s in states), whole

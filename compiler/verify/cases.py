@@ -129,9 +129,16 @@ class Maker:
             return None
         shape = tuple(sizes[d] if isinstance(d, str) else d for d in kind.shape)
         if kind.dtype in tolerances.UNIT:
-            return np.ascontiguousarray(self.ranges[values](self.rng, shape)).astype(NUMPY[kind.dtype])
+            drawn = np.ascontiguousarray(self.ranges[values](self.rng, shape))
+            return self._legal(index, drawn).astype(NUMPY[kind.dtype])
         low, high = {"i1": (0, 2), "i8": (-127, 128), "u8": (0, 128)}.get(kind.dtype, (0, self._limit(index, sizes)))
         return self.rng.integers(low, high, shape).astype(NUMPY[kind.dtype])
+
+    def _legal(self, index: int, drawn: np.ndarray) -> np.ndarray:
+        """Values that operand ``index`` can have, from those that were drawn (``OpRow.domain``)."""
+        names = [name.rstrip("?") for name in self.row.operands]
+        domain = self.row.domain.get(names[index]) if index < len(names) else None
+        return domain(drawn) if domain else drawn
 
     def _limit(self, index: int, sizes: Mapping[str, int]) -> int:
         """Integers below this are valid in operand ``index``: of an operator that picks by them, the extent of what

@@ -70,15 +70,15 @@ def fitted(tokens: Sequence[int], length: int) -> list[int]:
 
 
 def _contracts(subject: Subject, level: Level) -> None:
-    """Each state says the same in the captured program and in the plan: parts and window."""
+    """Each state says the same in the captured program and in the plan: kind, parts and window."""
     states = {s.name: s for s in subject.plan.states}
     slots = subject.captured.states()
     for name, slot in slots.items():
-        wanted = (slot.spec.parts, slot.spec.window)
+        wanted = (slot.spec.kind, slot.spec.parts, slot.spec.window)
         held = states.get(name)
-        got = (tuple((p.name, p.heads, p.width) for p in held.parts), held.window) if held else None
+        got = (held.kind, tuple((p.name, p.heads, p.width) for p in held.parts), held.window) if held else None
         if got != wanted:
-            level.findings.append(Finding(f"the plan keeps (parts, window) {got}, the captured program says {wanted}",
+            level.findings.append(Finding(f"the plan keeps (kind, parts, window) {got}, the captured program says {wanted}",
                                           f"state {name}", slot.source))
     level.covered.append(f"contracts of {len(slots)} states")
 
@@ -293,6 +293,6 @@ def _one_step(executable, plan, tokens: list[int]) -> dict[str, int]:
     for group in plan.groups:
         table = executable.inputs(f"pages:{group.name}")
         table[...] = -1
-        held = -(-count // plan.page_size)
-        table[0, :held] = np.arange(held)
+        first = [-1, 0] if group.kind == "fixed" else np.arange(-(-count // plan.page_size))
+        table[0, : len(first)] = first
     return {"T": count, "R": 1, "S": sampled}

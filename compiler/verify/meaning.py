@@ -19,7 +19,7 @@ import numpy as np
 from adaptc.backends.reference.interpreter import Reference
 from adaptc.ir.build import short_name
 from adaptc.ir.module import spec_of
-from adaptc.ops.mixing import RowState
+from adaptc.ops.mixing import oracle_state
 from adaptc.ops.table import row
 from adaptc.protocol import TensorSpec
 from adaptc.verify import tolerances
@@ -126,7 +126,7 @@ class _Paired(Reference):
 
     def __init__(self, subject: Subject, recorder: Recorder, weights: Callable[[str], np.ndarray]):
         super().__init__(subject.laid_out, weights)
-        self.states = {name: RowState(replace(state.spec, dtype="f32", scale="")) for name, state in self.states.items()}
+        self.states = {name: oracle_state(replace(state.spec, dtype="f32", scale="")) for name, state in self.states.items()}
         self.recorder = recorder
         self.names: list[tuple[str, str]] = []
         self.heads: dict[int, tuple[np.ndarray, Heads]] = {}

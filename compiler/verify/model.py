@@ -29,7 +29,7 @@ def check(subject: Subject, text: list[int] | None, progress: Callable) -> Level
     """``text``: token ids of a text whose perplexity is compared, or None."""
     level = Level("model")
     golden = goldens(subject)
-    with load(subject.artifact.path) as session:
+    with load(subject.artifact.path, prefix_cache=False) as session:
         if golden is None:
             level.left_out.append("the model level was not checked: the artifact has no goldens (`adaptc golden MODEL "
                                   "-o FILE`, then `adaptc compile --goldens FILE`)")

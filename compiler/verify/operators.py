@@ -159,21 +159,21 @@ class Caller:
         tokens, requests = case.sizes["T"], max(1, min(case.sizes["R"], case.sizes["T"]))
         past = max(case.past, (kind.window or 2 * kind.key_block) + kind.page_size + 3)
         past = min(self.plan.max_context - -(-tokens // requests), past)
-        cache = Cache(kind, self.most["R"], self.plan.max_context, self.most["T"], self.subject.random("pages"))
+        cache = Cache.of(kind, self.most["R"], self.plan.max_context, self.most["T"], self.subject.random("pages"))
         self.fill(variant, where, maker, cache, past)
         positions, owners, lengths = last_step(tokens, requests, past)
         for request, length in lengths.items():
             cache.hold(request, length)
         operands = list(case.operands)
         for index, made in ((names.index("positions"), positions), (names.index("requests"), owners),
-                            (operator.state, cache.rows), *self.earlier(variant, positions)):
+                            (operator.state, cache.state), *self.earlier(variant, positions)):
             operands[index] = made
         operands = [self.value(where, i, o) for i, o in enumerate(operands)]
         case = Case(case.sizes, operands, f"{case.what} after {past} tokens")
         return self.compare(variant, where, case, operands, copy.deepcopy(operands), int(positions.max()) + 1, cache)
 
     def fill(self, variant: Variant, where: Place, maker: Maker, cache: Cache, past: int) -> None:
-        """The first request's past, by the kernels, in steps as large as they may be, and the oracle's rows of it."""
+        """The first request's past, by the kernels, in steps as large as they may be, and in the oracle's state."""
         operator = row(variant.spec.op)
         attrs, names = operator.complete(variant.spec.attrs), operator.operands
         for start in range(0, past, self.most["T"]):
@@ -202,9 +202,11 @@ class Caller:
         """The result that is furthest from what is allowed. ``before``: the operands with the state as it was."""
         spec, operator = variant.spec, row(variant.spec.op)
         attrs = operator.complete(spec.attrs)
-        pool = cache.memory[0].copy() if cache else None
+        pool, kept = (cache.memory[0].copy(), cache.kept()) if cache else (None, None)
         got = self.call(variant, where, case.sizes, operands, 1, cache)
         if cache:
+            if cache.kept().tobytes() != kept.tobytes():
+                return Outcome(tolerances.Excess(np.inf, 0.0), f"{case.what}, where they change what isn't theirs to write")
             cache.memory[0][...] = pool
         again = self.call(variant, where, case.sizes, operands, 3, cache)
         if any(ours.tobytes() != thrice.tobytes() for ours, thrice in zip(got, again)):

@@ -22,7 +22,7 @@ import numpy as np
 
 from adaptc.ops.axes import axis_map
 from adaptc.ops.elementwise import evaluate_body
-from adaptc.ops.mixing import RowState
+from adaptc.ops.mixing import FixedState, RowState
 from adaptc.ops.table import OpRow
 from adaptc.protocol import OpSpec, StateSpec
 
@@ -149,7 +149,7 @@ def _noise(row: OpRow, attrs, operands, index: int, wanted: np.ndarray) -> np.nd
     rng = np.random.default_rng(1)
     moved = np.zeros(wanted.shape)
     for _ in range(DRAWS):
-        shaken = [_Shaken(o, rng) if isinstance(o, RowState) else _shaken(o, rng) for o in operands]
+        shaken = [_SHAKEN.get(type(o), _shaken)(o, rng) for o in operands]
         if "body" in row.attrs:
             results = evaluate_body(attrs, shaken, lambda value: _shaken(np.asarray(value), rng))
         else:
@@ -178,7 +178,7 @@ def _shaken(values: np.ndarray | None, rng) -> np.ndarray | None:
     return (values * (1 + unit * rng.choice([-1.0, 1.0], values.shape))).astype(values.dtype)
 
 
-class _Shaken(RowState):
+class _ShakenRows(RowState):
     """A state whose rows move after they were rounded to what it keeps: rounding hides what moved before."""
 
     def __init__(self, state: RowState, rng: np.random.Generator):
@@ -191,6 +191,18 @@ class _Shaken(RowState):
         super().append(request, position, parts)
         for rows in self.rows[request]:
             rows[position] = _shaken(rows[position], self.rng)
+
+
+class _ShakenValue(FixedState):
+    """A state whose value before the step moves; what moves it within the step is the operands."""
+
+    def __init__(self, state: FixedState, rng: np.random.Generator):
+        super().__init__(state.spec)
+        self.values = {request: {length: [_shaken(part, rng) for part in parts] for length, parts in values.items()}
+                       for request, values in state.values.items()}
+
+
+_SHAKEN = {RowState: _ShakenRows, FixedState: _ShakenValue}
 
 
 def relative(got: np.ndarray, wanted: np.ndarray) -> float:

@@ -55,6 +55,27 @@ module attributes {adaptc.stage = "sharded"} {
 // -----
 
 // RUN: store_states
+// OPTIONS: dtype="bf16" page_size=16 key_block=32 max_context=100
+// CHECK: "adaptc.state_slot"
+// CHECK-SAME: dtype = "f32", key_block = 32 : i64, kind = "fixed", max_pages = 2 : i64, page_size = 16 : i64
+module attributes {adaptc.stage = "sharded"} {
+  "adaptc.state_slot"() {sym_name = "window", type = !adaptc.state<{dtype = "f32", kind = "fixed", parts = [["window", 1, 32]], window = 0 : i64}>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "emb", tensor = "emb", type = tensor<8x32xf32>} : () -> ()
+  "adaptc.weight"() {stored = "f32", sym_name = "taps", tensor = "taps", type = tensor<32x2xf32>} : () -> ()
+  func.func @step(%tokens: !ids, %positions: !ids, %requests: !ids, %sampled: !rows) -> !out {
+    %window = "adaptc.get"() {symbol = "window"} : () -> !adaptc.state<{dtype = "f32", kind = "fixed", parts = [["window", 1, 32]], window = 0 : i64}>
+    %emb = "adaptc.get"() {symbol = "emb"} : () -> tensor<8x32xf32>
+    %taps = "adaptc.get"() {symbol = "taps"} : () -> tensor<32x2xf32>
+    %x = "adaptc.embedding"(%tokens, %emb) : (!ids, tensor<8x32xf32>) -> !x
+    %y = "adaptc.convolve"(%x, %taps, %positions, %requests, %window) : (!x, tensor<32x2xf32>, !ids, !ids, !adaptc.state<{dtype = "f32", kind = "fixed", parts = [["window", 1, 32]], window = 0 : i64}>) -> !x
+    %end = "adaptc.gather_rows"(%y, %sampled) : (!x, !rows) -> !out
+    return %end : !out
+  }
+}
+
+// -----
+
+// RUN: store_states
 // OPTIONS: dtype="i8"
 // ERROR: unknown cache dtype 'i8'; valid values are: f32, f16, bf16, int8
 module attributes {adaptc.stage = "sharded"} {

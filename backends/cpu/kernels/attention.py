@@ -19,7 +19,7 @@ from adaptc.backends.cpu.kernels import vmath
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
 from adaptc.backends.cpu.kernels.division import Count, Division, Unit, first_key, tile_tokens
 from adaptc.backends.cpu.kernels.elementwise import STORED, narrow
-from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Copied, Rows, Running, Slant, Stored, Visit
+from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Bias, Copied, Rows, Running, Stored, Visit
 from adaptc.backends.cpu.kernels.pages import (COLUMNS, Block, Pages, common_lanes, load_index, page_elements, room,
                                                widths_of)
 from adaptc.backends.cpu.levels import Level
@@ -99,6 +99,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     query, positions, requests, pool, table, *more = (e.buffer(i) for i in range(len(attend_signature(params))))
     sinks = more.pop(0) if params["sinks"] else None
     slopes = more.pop(0) if params["slopes"] else None
+    distances = more.pop(0) if params["distances"] else None
     slots = more.pop(0) if params["slots"] else None
     out = more.pop()
     rows, visit, copied = Rows(e, params), Visit(e, params), Copied(e, params)
@@ -116,9 +117,11 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     def position_of(unit: Unit, row: Value) -> Value:
         return e.add(unit.position, e.div(row, group))
 
-    def slant(unit: Unit, row: Value, base: Value) -> Slant:
-        head = e.rem(offset_of(unit, row), heads)
-        return Slant(e.load(e.at(slopes, head, "f32"), "f32"), e.sub(position_of(unit, row), base))
+    def bias(unit: Unit, row: Value, base: Value) -> Bias:
+        offset = offset_of(unit, row)
+        slope = e.load(e.at(slopes, e.rem(offset, heads), "f32"), "f32") if slopes else None
+        own = e.at(distances, e.mul(offset, params["distances"]), "f32") if distances else None
+        return Bias(e.sub(position_of(unit, row), base), slope, own)
 
     def each_row(unit: Unit, body: Callable[[Value], None]) -> None:
         with e.loop(0, division.rows(unit)) as row:
@@ -138,8 +141,8 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         def run(first: Value, number: int) -> None:
             chosen = [e.add(first, i) for i in range(number)]
             queries = [e.at(query, e.mul(offset_of(unit, row), width), "f32") for row in chosen]
-            slants = [slant(unit, row, base) for row in chosen] if slopes else None
-            visit(data, [rows.piece(place, row) for row in chosen], queries, low, high, slants)
+            biases = [bias(unit, row, base) for row in chosen] if slopes or distances else None
+            visit(data, [rows.piece(place, row) for row in chosen], queries, low, high, biases)
 
         with e.when(e.compare("slt", low, high)):
             first = e.mul(token, group)
@@ -280,6 +283,7 @@ def _shared(params: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 def attend_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     query, out = (f"f32[T,{params['heads']},{params[name]}]" for name in ("width", "value_width"))
     extras, slots = _shared(params)
+    extras += [f"in:f32[T,{params['heads']},{params['distances']}]"] if params["distances"] else []
     return (f"in:{query}", "in:i32[T]", "in:i32[T]", *state_of(params), *extras, *slots, f"out:{out}")
 
 
@@ -311,6 +315,7 @@ def select(spec: OpSpec) -> Selection | None:
     that don't fill vectors."""
     query, key, value, _, _, state, *_ = spec.operands
     extras = {name: f"operand:{6 + i}" for i, name in enumerate(spec.attrs.get("extras", ()))}
+    distances = spec.operands[6 + [*extras].index("distances")].shape[2] if "distances" in extras else 0
     assert isinstance(state, StateSpec)
     width, value_width = key.shape[2], value.shape[2]
     sizes = (width, value_width, state.key_block)
@@ -327,7 +332,7 @@ def select(spec: OpSpec) -> Selection | None:
     }  # fmt: skip
     attend = paging | division | {
         "key_block": state.key_block, "scaling": float(spec.attrs["scaling"]),
-        "slopes": "slopes" in extras, "softcap": float(spec.attrs.get("softcap", 0.0)),
+        "slopes": "slopes" in extras, "distances": distances, "softcap": float(spec.attrs.get("softcap", 0.0)),
     }  # fmt: skip
     merge = division | {"width": width, "key_block": state.key_block}  # which decide the vectors
     where, cache = ("operand:3", "operand:4"), ("state:5", "pages:5")
@@ -347,8 +352,8 @@ def select(spec: OpSpec) -> Selection | None:
 
 def _select_rows(append: tuple, paging: Mapping[str, Any], attend: Mapping[str, Any], spec: OpSpec,
                  extras: Mapping[str, str]) -> Selection | None:
-    """``attend_rows`` in place of ``attend``, which has no slopes."""
-    if attend["slopes"]:
+    """``attend_rows`` in place of ``attend``, which has no biases by distance."""
+    if attend["slopes"] or attend["distances"]:
         return None
     names = ("heads", "key_block", "scaling", "sinks", "softcap")
     params = dict(paging) | {name: attend[name] for name in names} | {"top_k": spec.operands[-1].shape[1]}

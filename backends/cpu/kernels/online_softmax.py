@@ -304,16 +304,17 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Slant:
-    """What a row's scores rise by for each later key (f32), and the row's own position from the block's start (i64):
-    its own key's score stays."""
+class Bias:
+    """What a row's scores have added by distance: ``place`` is the row's own position from the block's start (i64),
+    ``slope`` (f32) what each later key adds, ``distances`` a pointer to what the key at each distance adds."""
 
-    slope: Value
     place: Value
+    slope: Value | None = None
+    distances: Value | None = None
 
 
 class Visit:
-    """Merges keys of a block into rows: ``visit(block, parts, queries, low, high, slants)``."""
+    """Merges keys of a block into rows: ``visit(block, parts, queries, low, high, biases)``."""
 
     def __init__(self, e: Emitter, params: Mapping[str, Any]):
         self.e, self.params = e, params
@@ -330,16 +331,22 @@ class Visit:
         e, cap, scaling = self.e, self.params["softcap"], self.params["scaling"]
         return e.mul(vmath.tanh(e, e.mul(score, scaling / cap)), cap) if cap else e.mul(score, scaling)
 
-    def _slanted(self, score: Value, slant: Slant | None, key: Value) -> Value:
-        """The scores of keys (i32, from the block's start) with what their distance adds."""
-        if slant is None:
-            return score
-        e = self.e
-        behind = e.sub(key, e.splat(e.cast("trunci", slant.place, "i32"), self.lanes))
-        return e.fma(e.splat(slant.slope, self.lanes), e.cast("sitofp", behind, "f32"), score)
+    def _biased(self, score: Value, bias: Bias, first: Value) -> Value:
+        """The scores of keys from ``first`` (i64, from the block's start) on with what their distance adds."""
+        e, lanes, order = self.e, self.lanes, vec(self.lanes, "i32")
+        last = e.sub(e.sub(bias.place, first), lanes - 1)
+        ascending = e.add(e.splat(e.cast("trunci", last, "i32"), lanes), e.const(tuple(range(lanes)), order))
+        if bias.slope is not None:
+            distance = e.cast("sitofp", e.shuffle(ascending, ascending, range(lanes)[::-1]), "f32")
+            score = e.fma(e.splat(e.neg(bias.slope), lanes), distance, score)
+        if bias.distances is not None:  # keys ascend, so their distances descend
+            known = e.and_(e.compare("sge", ascending, 0), e.compare("slt", ascending, self.params["distances"]))
+            near = e.load(e.at(bias.distances, last, "f32"), self.floats, mask=known)
+            score = e.add(score, e.shuffle(near, near, range(lanes)[::-1]))
+        return score
 
     def __call__(self, block: Stored | Copied, parts: Sequence[Running], queries: Sequence[Value], low: Value,
-                 high: Value, slants: Sequence[Slant] | None = None) -> None:
+                 high: Value, biases: Sequence[Bias] | None = None) -> None:
         """Rows ``parts`` with their ``queries`` all see keys [low, high) of a block, relative to its start."""
         e, lanes, floats = self.e, self.lanes, self.floats
         count = len(parts)
@@ -359,7 +366,9 @@ class Visit:
                 visible = e.and_(e.compare("sge", at, lows), e.compare("slt", at, highs))
                 for i in each:
                     score = self._times(block, 0, e.add(key.index, v * lanes), scores[i][v])
-                    score = self._slanted(self._scaled(score), slants[i] if slants else None, at)
+                    score = self._scaled(score)
+                    if biases:
+                        score = self._biased(score, biases[i], e.add(key.index, v * lanes))
                     score = e.select(visible, score, -math.inf)
                     e.store(score, e.at(e.at(weights[i], key.index, "f32"), v * lanes, "f32"))
                     most[i] = _lane_maximum(e, most[i], score)

@@ -39,7 +39,7 @@ class AcmeExecutable:
         self.plan, self.most = plan, {s.name: s.max for s in plan.symbols}
         self.kernels = json.loads(objects["kernels.json"])
         self.states = {state.name: state for state in plan.states}
-        self.pools = {name: np.zeros((pages[s.group], s.token_bytes() * plan.page_size), np.uint8)
+        self.pools = {name: np.zeros((pages[s.group], s.page_bytes(plan.page_size)), np.uint8)
                       for name, s in self.states.items()}
         arena = np.zeros(plan.arena_bytes, np.uint8)
         self.buffers, self.memory = {b.handle: b for b in plan.buffers}, {}
