@@ -210,7 +210,7 @@ def _chosen(attrs, operands) -> int:
     return dict(zip(attrs["extras"], operands[6:]))["rows"].shape[1] if "rows" in attrs["extras"] else 0
 
 
-def _attention_reads(attrs, operands):
+def _attention_rows_read(attrs, operands):
     """The rows of the context that each request reads, or that each token chooses."""
     chosen = _chosen(attrs, operands)
     return f"T*{context_symbol(chosen)}" if chosen else f"R*{context_symbol(attrs['window'])}"
@@ -230,5 +230,5 @@ ROWS = [
           _infer_attention, _attention,
           attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()},
           factors="thd,thd,the,t,t,h,h,thn,tk->the",
-          cost=_attention_flops, state=5, reads=_attention_reads, earlier=("rows",)),
+          cost=_attention_flops, state=5, rows_read=_attention_rows_read, earlier=("rows",)),
 ]

@@ -47,7 +47,7 @@ class OpRow:
     meaning    (attrs, *arrays) → tuple of arrays, in plain float32 numpy: the oracle
     decompose  (build, attrs, *values) → tuple of values in lower operators; None for the floor
     state      index of the operand that is a state, if the operator is stateful
-    reads      (attrs, operand specs) → the rows of its state that a step reads, as a product of symbols; by default the
+    rows_read  (attrs, operand specs) → the rows of its state that a step reads, as a product of symbols; by default the
                context of each request, "R*C", as far as the state's window goes
     earlier    operands of a stateful operator that name, for each token, positions of its own request up to its own,
                ascending, then -1
@@ -75,7 +75,7 @@ class OpRow:
     cost: Callable[[Mapping[str, Any], Sequence[Spec], Sequence[TensorSpec]], Form] = lambda a, o, r: {}
     decompose: Callable[..., tuple] | None = None
     state: int | None = None
-    reads: Callable[[Mapping[str, Any], Sequence[Spec]], str] | None = None
+    rows_read: Callable[[Mapping[str, Any], Sequence[Spec]], str] | None = None
     earlier: tuple[str, ...] = ()
     keeps: str = "rows"
     appends: bool = True
@@ -154,7 +154,7 @@ def _as_kind(operator: str, name: str, value: Any, default: Any) -> Any:
     raise LegalityError(f"{operator}: attribute {name!r} must be of kind {type(default).__name__}, got {value!r}.")
 
 
-_FUNCTIONS = ("infer", "meaning", "axes", "cost", "decompose", "reads")
+_FUNCTIONS = ("infer", "meaning", "axes", "cost", "decompose", "rows_read")
 """Columns of a row that are called."""
 
 
@@ -209,7 +209,7 @@ def _problems(row: OpRow):
         yield f"the default of {EXTRAS} is {row.attrs[EXTRAS]!r}, expected ()."
     for name in _FUNCTIONS:
         function = getattr(row, name)
-        if not callable(function) and not (function is None and name in ("axes", "decompose", "reads")):
+        if not callable(function) and not (function is None and name in ("axes", "decompose", "rows_read")):
             yield f"{name} is {function!r}, expected a function."
     if row.state is not None and row.state not in range(len(row.operands)):
         yield f"state is operand {row.state}, but there are {len(row.operands)}."

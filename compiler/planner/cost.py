@@ -37,7 +37,7 @@ def cost_of(spec: OpSpec, packed: PackedBytes) -> Cost:
     whole = [_bytes(o, packed) for o in (*spec.operands, *spec.results)]
     for i, operand in enumerate(spec.operands):
         if isinstance(operand, StateSpec):
-            reads = operator.reads(attrs, spec.operands) if operator.reads else f"R*{context_symbol(operand.window)}"
+            reads = operator.rows_read(attrs, spec.operands) if operator.rows_read else f"R*{context_symbol(operand.window)}"
             whole[i] = STATE_BYTES[operand.kind](operand, operator.appends, reads)
     if operator.gathers:
         table, rows = operator.gathers
