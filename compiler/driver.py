@@ -317,7 +317,8 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     token, request = cache_bytes(whole, context)
     stored = sum(source.formats[name].published_bytes(shape) for name, shape in source.shapes.items())
     return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements), stored,
-                 kv, context, token, request, _bodies(whole), coverage, rows, spent, source.notes())
+                 kv, context, token, request, _bodies(whole), coverage, rows, spent,
+                 (*source.notes(), *whole.fact("format_notes", ())))
 
 
 @contextmanager

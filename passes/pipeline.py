@@ -10,6 +10,7 @@ from adaptc.errors import one_of
 from adaptc.ir import legality
 from adaptc.ir.module import STAGES, Program
 from adaptc.options import CompileOptions
+from adaptc.passes.absorb_latent import AbsorbLatent
 from adaptc.passes.base import Pass, run_pass
 from adaptc.passes.bind_transposes import BindTransposes
 from adaptc.passes.clean_up import CleanUp
@@ -62,6 +63,8 @@ def fusion() -> tuple[Pass, ...]:
         RaiseRope(),
         # rope reads cos and sin as [T, D]: the views that gave them a head dimension move to where they cancel
         PushViews(),
+        # shared columns of keys are whole results of a rope then; before merging, as matrices are found by their linears
+        AbsorbLatent(),
         # takes gate and up out of the linears of one input, before the rest of these are merged
         FuseGatedLinear(),
         FuseAddNorm(),

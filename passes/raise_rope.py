@@ -1,8 +1,7 @@
 """Recognises rotary position embedding, in whatever way it is written.
 
 Authors write a rotation with slices, concatenations, negations, reshapes and transposes around a few products. What
-such moves do isn't matched step by step: ``_Numbers`` carries the number of each element through them, and a
-rotation is recognised by where elements come from.
+such moves do isn't matched step by step: a rotation is recognised by where elements come from (``ir.elements``).
 """
 
 from __future__ import annotations
@@ -13,15 +12,9 @@ from typing import ClassVar, Iterator
 import numpy as np
 from torch_mlir import ir
 
+from adaptc.ir.elements import MOVES, TOKENS, Numbers, moves
 from adaptc.ir.module import Program
-from adaptc.ir.rewrite import Node, definer, find, rewrite, spec
-from adaptc.ops.table import row
-
-MOVES = ("reshape", "transpose", "broadcast", "slice", "concat", "neg")
-"""Operators whose results' elements are their operands', moved or negated."""
-
-TOKENS = 3
-"""Tokens that elements are numbered for: more than one, so that a move that mixes tokens shows."""
+from adaptc.ir.rewrite import Node, find, rewrite, spec
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ def _by_column(b, node: Node):
     plain, turned = (find(v, "mul") for v in node.operands)
     if view is None or view.width % 2 or plain is None or turned is None:
         return None
-    numbers = _Numbers()
+    numbers = Numbers()
     products = [(p, t) for pair in ((plain, turned), (turned, plain)) for p in pair[0].swaps() for t in pair[1].swaps()]
     for (x, cos), (other, sin) in products:
         if not spec(x) == spec(other) == spec(node.results[0]) or not find(other, *MOVES):
@@ -69,7 +62,7 @@ def _by_pair(b, node: Node):
     view = _View.of(node.results[0], pairs=spec(node.operands[0]).shape[-1] == 1)
     if view is None or len(node.operands) != 2 or axis != len(view.shape) - 1:
         return None
-    numbers, fits = _Numbers(), []
+    numbers, fits = Numbers(), []
     for first, second, cos, sin in _rotations(*node.operands):
         half = _View.of(first, view.pairs)
         if half is not None and spec(first) == spec(second) == spec(node.operands[0]):
@@ -103,10 +96,10 @@ def _partial(b, node: Node):
     if view is None or len(node.operands) != 2 or node.attrs["axis"] != len(view.shape) - 1:
         return None
     part, rest = (_View.of(v) for v in node.operands)
-    rope = next((n for n in _moves(node.operands[0]) if n.name == "rope"), None)
+    rope = next((n for n in moves(node.operands[0]) if n.name == "rope"), None)
     if rope is None or rope.attrs["turned"] or part is None or rest is None or not find(node.operands[1], *MOVES):
         return None
-    whole, numbers = _View.of(rope.results[0]), _Numbers()
+    whole, numbers = _View.of(rope.results[0]), Numbers()
     if not np.array_equal(part.rows(numbers.of(node.operands[0])), whole.rows(numbers.of(rope.results[0]))):
         return None
     wanted = [whole.rows(numbers.of(rope.operands[0])), rest.rows(numbers.of(node.operands[1]))]
@@ -119,32 +112,6 @@ def _partial(b, node: Node):
 # ---- where elements come from
 
 
-def _moves(value: ir.Value) -> Iterator[Node]:
-    """The operations that define ``value``, up to the first that isn't a move of one operand, included."""
-    while (node := definer(value)) is not None:
-        yield node
-        if node.name not in MOVES or node.name == "concat":
-            return
-        value = node.operands[0]
-
-
-class _Numbers:
-    """Numbers elements: those of one tensor are known from those of another."""
-
-    def __init__(self) -> None:
-        self.starts: dict[ir.Value, int] = {}
-
-    def of(self, value: ir.Value) -> np.ndarray:
-        """For each element of ``value`` (with ``TOKENS`` tokens) the number of the one that it is, before moves;
-        negative when negated."""
-        node = find(value, *MOVES)
-        if node is not None:
-            return row(node.name).meaning(node.attrs, *map(self.of, node.operands))[0]
-        shape = [TOKENS if isinstance(d, str) else d for d in spec(value).shape]
-        start = self.starts.setdefault(value, 1 + (len(self.starts) << 40))
-        return start + np.arange(np.prod(shape, dtype=np.int64)).reshape(shape)
-
-
 def _turn(columns: np.ndarray, interleaved: bool) -> np.ndarray:
     """What rope multiplies sin by, of the elements of rows."""
     if interleaved:
@@ -153,9 +120,9 @@ def _turn(columns: np.ndarray, interleaved: bool) -> np.ndarray:
     return np.concatenate([-columns[..., half:], columns[..., :half]], -1)
 
 
-def _source(numbers: _Numbers, start: ir.Value, wanted: np.ndarray) -> _Source | None:
+def _source(numbers: Numbers, start: ir.Value, wanted: np.ndarray) -> _Source | None:
     """Where a tensor [T, H, D] of the elements ``wanted`` is, among those that moves have made ``start`` of."""
-    for node in _moves(start):
+    for node in moves(start):
         for value in node.operands[:1] if node.name in MOVES else ():
             view = _View.of(value)
             if view and view.count == wanted[0].size and np.array_equal(
@@ -230,7 +197,7 @@ class _View:
         value = b.transpose(value, perm=tuple(np.argsort(self.perm).tolist())) if self.token else value
         return _reshaped(b, value, self.shape)
 
-    def table(self, numbers: _Numbers, value: ir.Value, interleaved: bool | None = None) -> _Table | None:
+    def table(self, numbers: Numbers, value: ir.Value, interleaved: bool | None = None) -> _Table | None:
         """A factor of a tensor of this shape as a table [T, D] that all heads share; None if it isn't one. Where both
         columns of every pair are known to have one entry, [T, D/2]."""
         tokens = self.shape[self.token]
@@ -269,9 +236,9 @@ class _Table:
         return flat if self.width == columns else b.slice(flat, starts=(0, self.start), limits=(-1, end), strides=(1, 1))
 
 
-def _neighbours(numbers: _Numbers, value: ir.Value, wanted: np.ndarray) -> _Table | None:
+def _neighbours(numbers: Numbers, value: ir.Value, wanted: np.ndarray) -> _Table | None:
     """The elements ``wanted`` [T, n] as neighbouring columns of the tensor that moves have made ``value`` of."""
-    *_, last = _moves(value)
+    *_, last = moves(value)
     root = last.operands[0] if last.name in MOVES else last.results[0]
     kind = tuple(d for d in spec(root).shape if d != 1)
     if len(kind) != 2 or not isinstance(kind[0], str) or not isinstance(kind[1], int):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,10 +77,13 @@ class Cache:
         )
         self.page_size = page_size
 
+    def operands(self, rows):
+        return [np.stack([self.data[r][i][p] for r, p in rows]) for i in range(3)]
+
     def step(self, rows, threads=1, rename=None):
         """One step over ``rows``: (request, position) of each token. ``rename`` maps requests to block table rows."""
         rename = rename or {r: r for r in range(len(self.lengths))}
-        parts = [np.stack([self.data[r][i][p] for r, p in rows]) for i in range(3)]
+        parts = self.operands(rows)
         where = np.array([p for _, p in rows], np.int32), np.array([rename[r] for r, _ in rows], np.int32)
         inverse = {new: old for old, new in rename.items()}
         table = np.ascontiguousarray(self.table[[inverse[i] for i in range(len(inverse))]])
@@ -411,3 +415,43 @@ def test_biases_by_distance(window, tokens, dtype, extras):
     assert np.array_equal(step(list(range(tokens)), 3), whole)
     for p in range(0, tokens, 9):
         assert np.array_equal(step([p])[0], whole[p]) and np.array_equal(step([p], 4)[0], whole[p])
+
+
+class Latent(Cache):
+    """One row a token, which is the key of all heads, and its first columns their value."""
+
+    def __init__(self, heads, width, value_width, dtype="f16", **options):
+        super().__init__(heads, 1, width, value_width, dtype, **options)
+        state = replace(self.spec.operands[5], parts=(("latent", 1, width),))
+        page = state.page_size * (width + (4 if dtype == "i8" else 0))
+        self.pool = np.full((len(self.pool), page), NAN[dtype], STORED[dtype])
+        query, _, _, *where, _ = self.spec.operands
+        row = TensorSpec("f32", ("T", width))
+        attrs = {"scaling": self.scaling, "value_width": value_width}
+        self.spec = OpSpec("latent_attention", (query, row, *where, state), self.spec.results, attrs)
+
+    def operands(self, rows):
+        query, row, _ = super().operands(rows)
+        return query, row[:, 0]
+
+    def expected(self, request, positions):
+        q, k, _ = self.data[request]
+        kept = rounded(k, self.dtype)
+        return formula(q[positions], kept, kept[..., : self.spec.attrs["value_width"]], positions, self.scaling, 0, 0.0)
+
+
+@pytest.mark.parametrize("heads, width, value_width, page_size, dtype", [
+    (40, 24, 16, 3, "bf16"), (4, 40, 32, 16, "i8")])  # fmt: skip
+def test_latent_rows_are_keys_and_values(heads, width, value_width, page_size, dtype):
+    """Contexts of several spans, heads in several sets: the same bits in chunks, token by token, in a batch and whatever
+    the threads."""
+    make = lambda: Latent(heads, width, value_width, dtype, page_size=page_size, key_block=8, lengths=(90, 9))
+    rows, whole = everything(make()), make()
+    want = dict(zip(rows, whole.step(rows)))
+    check(whole, np.stack([want[row] for row in rows]), rows)
+    cache = make()
+    for start, threads in ((0, 1), (40, 3), (80, 2)):
+        part = [(r, p) for r, n in enumerate(cache.lengths) for p in range(start, min(start + 40, n))]
+        assert all(np.array_equal(a, want[key]) for a, key in zip(cache.step(part, threads), part))
+    for step, threads in (([(0, 89)], 1), ([(0, 89)], 7), ([(1, 8), (0, 88), (0, 89)], 3)):
+        assert all(np.array_equal(a, want[key]) for a, key in zip(cache.step(step, threads), step))

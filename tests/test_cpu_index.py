@@ -40,10 +40,10 @@ class Index:
     def __init__(self, lengths, heads=3, width=16, top_k=5, scaling=0.3, seed=0, scale=1.0, **paging):
         rng = np.random.default_rng(seed)
         self.data = [[(scale * rng.standard_normal((n, *shape))).astype(np.float32)
-                      for shape in ((heads, width), (1, width), (heads,))] for n in lengths]
+                      for shape in ((heads, width), (width,), (heads,))] for n in lengths]
         self.lengths, self.top_k, self.scaling = lengths, top_k, scaling
         self.cache = Paged((("index", 1, width),), lengths, seed=seed, **paging)
-        floats = [TensorSpec("f32", ("T", *shape)) for shape in ((heads, width), (1, width), (heads,))]
+        floats = [TensorSpec("f32", ("T", *shape)) for shape in ((heads, width), (width,), (heads,))]
         self.spec = OpSpec("index_rows", (*floats, *[TensorSpec("i32", ("T",))] * 2, self.cache.state),
                            (TensorSpec("i32", ("T", top_k)),), {"top_k": top_k, "scaling": scaling})
 
@@ -59,7 +59,7 @@ class Index:
 
     def expected(self, request, position):
         query, keys, weights = (x.astype(np.float64) for x in self.data[request])
-        keys = rounded(self.data[request][1], self.cache.state.dtype).astype(np.float64)[: position + 1, 0]
+        keys = rounded(self.data[request][1], self.cache.state.dtype).astype(np.float64)[: position + 1]
         scores = np.maximum(keys @ query[position].T * self.scaling, 0) @ weights[position]
         chosen = sorted(np.argsort(-scores, kind="stable")[: self.top_k])
         return [*chosen, *[-1] * (self.top_k - len(chosen))]
@@ -95,7 +95,7 @@ def test_falling_and_rising_scores_fill_the_room_for_candidates():
     for order in (1, -1):
         index = Index((300,), heads=1, top_k=9)
         index.data[0][0][:], index.data[0][2][:] = 1, -1
-        index.data[0][1][:] = 1 + np.arange(300)[::order, None, None]
+        index.data[0][1][:] = 1 + np.arange(300)[::order, None]
         wanted = range(9) if order == 1 else range(291, 300)
         assert index.step(index.everything())[299].tolist() == list(wanted)
 
@@ -143,3 +143,32 @@ def test_attention_reads_the_chosen_rows_alone(dtype, page_size, heads, kv_heads
     assert np.array_equal(step(list(range(len(tokens))), 3), whole)
     for t in range(0, len(tokens), 9):
         assert np.array_equal(step([t], 2)[0], whole[t])
+
+
+@pytest.mark.parametrize("dtype, heads", [("f32", 4), ("i8", 66)])
+def test_latent_attention_reads_the_chosen_rows_alone(dtype, heads):
+    """All heads, in sets of those that share a block, over rows whose first columns are their values."""
+    length, width, value_width, top_k = 40, 24, 16, 20
+    rng = np.random.default_rng(2)
+    cache = Paged((("latent", 1, width),), (length,), dtype)
+    query, row = (rng.standard_normal((length, *shape)).astype(np.float32) for shape in ((heads, width), (width,)))
+    rows = np.full((length, top_k), -1, np.int32)
+    for out, t in zip(rows, range(length)):
+        out[: min(top_k, t // 2 + 1)] = np.sort(rng.choice(t + 1, min(top_k, t // 2 + 1), False))
+    floats = [TensorSpec("f32", ("T", *x.shape[1:])) for x in (query, row)]
+    spec = OpSpec("latent_attention", (*floats, *[TensorSpec("i32", ("T",))] * 2, cache.state, TensorSpec("i32", ("T", top_k))),
+                  (TensorSpec("f32", ("T", heads, value_width)),), {"scaling": 0.2, "value_width": value_width})
+
+    def step(some, threads=1):
+        where = np.array(some, np.int32), np.zeros(len(some), np.int32)
+        return run(KERNELS, spec, (query[some], row[some], *where, cache.memory, rows[some]), (len(some), 1, 1), threads)[0]
+
+    whole = step(list(range(length)))
+    kept = rounded(row, dtype).astype(np.float64)
+    for t in range(length):
+        keys = kept[rows[t][rows[t] >= 0]]
+        scores = query[t].astype(np.float64) @ keys.T * 0.2
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        np.testing.assert_allclose(whole[t], weights / weights.sum(1, keepdims=True) @ keys[:, :value_width], atol=1e-5)
+    assert np.array_equal(step(list(range(length)), 3), whole)
+    assert all(np.array_equal(step([t], 2)[0], whole[t]) for t in range(0, length, 9))

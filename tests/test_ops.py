@@ -67,6 +67,7 @@ def quantized(k: int) -> dict[int, Values]:
 
 CODES = (t("i8", "T", 64), f("T", 2), f("T", 4))
 KV = StateSpec((("k", 2, 8), ("v", 2, 6)), "f16", 0, 0, 0, 0)
+LATENT = StateSpec((("latent", 1, 8),), "f16", 0, 0, 0, 0)
 WHERE = (t("i32", "T"), t("i32", "T"))
 
 
@@ -79,7 +80,7 @@ def places(first: int) -> dict[int, Values]:
 ATTENTION = places(3)
 HEADS = (f("T", 4, 8), f("T", 2, 8), f("T", 2, 6), *WHERE)
 INDEX = StateSpec((("index", 1, 8),), "f16", 0, 0, 0, 0)
-INDEXED = (f("T", 3, 8), f("T", 1, 8), f("T", 3), *WHERE, INDEX)
+INDEXED = (f("T", 3, 8), f("T", 8), f("T", 3), *WHERE, INDEX)
 EARLIER = {6: lambda rng, sizes: np.stack([np.arange(sizes["T"]), np.full(sizes["T"], -1)], 1).astype(np.int32) // 2}
 """Rows that tokens choose: the one half as far from the start, and none."""
 BODY = (("mul", (0, 1), ()), ("constant", (), (("dtype", "f32"), ("shape", ()), ("value", 2.0))), ("add", (2, 3), ()),
@@ -133,6 +134,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "expert_linear": tuple(
         Sample((x, t("i32", "T", 2), f(6, 5, 8), *bias), given={1: lambda r, s: r.integers(0, 4, (s["T"], 2), np.int32)})
         for x, bias in ((f("T", 8), ()), (f("T", 2, 8), (f(6, 5),)))),
+    "head_linear": (Sample((f("T", 3, 8), f(20, 8)), {"start": 2, "step": 6, "rows": 4}),
+                    Sample((f("T", 3, 4), f(20, 8)), {"start": 2, "step": 6, "rows": 4, "transposed": True})),
     "quantize": (Sample((f("T", 64),), {"group": 32}),),
     "rope": (Sample((f("T", 3, 8), f("T", 8), f("T", 8))),
              *(Sample((f("T", 3, 12), f("T", table), f("T", table)), {"interleaved": pairs, "turned": turned})
@@ -145,6 +148,9 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                   Sample((*HEADS, KV, f("T", 4, 3)), {"scaling": 0.3, "extras": ("distances",)}, ATTENTION),
                   Sample((*HEADS, KV, t("i32", "T", 2)), {"scaling": 0.3, "extras": ("rows",)}, ATTENTION | EARLIER)),
     "index_rows": (Sample(INDEXED, {"top_k": 3, "scaling": 0.3}, ATTENTION),),
+    "latent_attention": (Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT), {"scaling": 0.3, "value_width": 6}, places(2)),
+                         Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT, t("i32", "T", 2)),
+                                {"scaling": 0.3, "value_width": 6}, places(2) | {5: EARLIER[6]})),
     "convolve": tuple(Sample((f("T", 6), f(6, 4), *WHERE, StateSpec.fixed("window", 3, 6), *bias), given=places(2))
                       for bias in ((), (f(6),))),
     "recur": tuple(Sample((f("T", 2, k), f("T", 2, k), f("T", 2, v), f("T", 2, decays), *WHERE,
@@ -154,7 +160,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "running_max": (Sample((f("T", 6), f("T", 6), *WHERE, StateSpec.fixed("max", 1, 6)), given=places(2)),),
 }
 
-LEAVES = {"convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "index_rows", "quantize", "constant", "reshape", "transpose", "broadcast", "slice",
+LEAVES = {"convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "index_rows", "quantize",
+          "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
           "pow"}
@@ -376,6 +383,12 @@ REFUSED = [
     ("quantize", (f("T", 33),), {"group": 32}, "33 columns don't divide"),
     ("quantize", (f(4, "T"),), {"group": 32}, "K static"),
     ("rope", (f("T", 2, 7), f("T", 7), f("T", 7)), {}, "expected an even number"),
+    ("head_linear", (f("T", 3, 8), f(20, 8)), {"step": 6, "rows": 9}, "aren't apart within 20 rows"),
+    ("head_linear", (f("T", 3, 8), f(20, 8)), {"start": 5, "step": 6, "rows": 4}, "aren't apart within 20 rows"),
+    ("head_linear", (f("T", 3, 8), f(20, 8)), {"step": 6, "rows": 4, "transposed": True}, "8 columns a head, its matrix takes 4"),
+    ("latent_attention", (f("T", 4, 8), f("T", 8), *HEADS[3:], KV), {"scaling": 1.0, "value_width": 6}, "rows of one part"),
+    ("latent_attention", (f("T", 4, 6), f("T", 8), *HEADS[3:], LATENT), {"scaling": 1.0, "value_width": 6}, "one head of D"),
+    ("latent_attention", (f("T", 4, 8), f("T", 8), *HEADS[3:], LATENT), {"scaling": 1.0, "value_width": 9}, "first 9 of 8"),
     ("attention", (*HEADS, f("T")), {"scaling": 1.0}, "operand 5 must be a state"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "window": 4}, "window 4, the state's is 0"),
     ("attention", (f("T", 3, 8), *HEADS[1:], KV), {"scaling": 1.0}, "don't divide"),
@@ -674,8 +687,8 @@ def test_an_index_chooses_as_deepseeks_does():
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setitem(DeepseekV32Indexer.forward.__wrapped__.__wrapped__.__globals__, "apply_rotary_pos_emb", patched)
         chosen = own(hidden, q, (cos[None], sin[None]), mask, None)[0]
-        query, key = own.wq_b(q).view(9, 3, 8), own.k_norm(own.wk(hidden)).view(9, 1, 8)
-        query, key = (torch.cat([part[0], x[..., 4:]], -1) for part, x in zip(turned[0], (query, key)))
+        query, key = own.wq_b(q).view(9, 3, 8), own.k_norm(own.wk(hidden)).view(9, 8)
+        query, key = (torch.cat([part[0].view(*x.shape[:-1], 4), x[..., 4:]], -1) for part, x in zip(turned[0], (query, key)))
         weights = own.weights_proj(hidden)[0] * 3**-0.5
     places, state = np.arange(9, dtype=np.int32), RowState(replace(INDEX, dtype="f32"))
     (got,) = row("index_rows").meaning({"top_k": 4, "scaling": 8**-0.5}, query.numpy(), key.numpy(), weights.numpy(),

@@ -689,7 +689,7 @@ def _index_rows(w, query, key, weights, top_k, scaling):
     """query[1,T,H,D], key[1,T,D], weights[1,T,H] → i32[1,T,top_k]."""
     _, tokens, heads, width = w.b.shape(query)
     state = w.state(StateSpec((("index", 1, width),), "f32", 0, 0, 0, 0))
-    rows = w.b.index_rows(w.b.reshape(query, shape=(tokens, heads, width)), w.b.reshape(key, shape=(tokens, 1, width)),
+    rows = w.b.index_rows(w.b.reshape(query, shape=(tokens, heads, width)), w.b.reshape(key, shape=(tokens, width)),
                           w.b.reshape(weights, shape=(tokens, heads)), w.positions, w.requests, state, top_k=top_k,
                           scaling=scaling)
     return w.b.reshape(rows, shape=w.shape)

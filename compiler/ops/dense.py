@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 
 from adaptc.ops.elementwise import UNARY
 from adaptc.ops.shape import INDICES
-from adaptc.ops.table import REQUIRED, OpRow, added, expect, scaled, size
+from adaptc.ops.table import REQUIRED, OpRow, Part, added, expect, scaled, size
 from adaptc.protocol import TensorSpec
 
 SUM_GROUP = 16
@@ -151,6 +153,56 @@ def _gated_down(b, a, *operands):
     return (b.mul(b.op(a["act"], gate), up),)
 
 
+def _infer_head_linear(attrs, operands):
+    x, weight = operands
+    start, step, rows = (attrs[name] for name in ("start", "step", "rows"))
+    expect(
+        x.dtype == weight.dtype == "f32" and len(x.shape) == 3 and isinstance(x.shape[1], int) and len(weight.shape) == 2,
+        f"head_linear: the input is {x.dtype}{list(x.shape)}, the weight {weight.dtype}{list(weight.shape)}; expected "
+        "f32[T, H, K] and f32[N, K].",
+    )
+    (t, heads, k), (n, columns) = x.shape, weight.shape
+    expect(
+        start >= 0 and 0 < rows <= step and start + (heads - 1) * step + rows <= n,
+        f"head_linear: {heads} heads of {rows} rows from row {start} on, {step} apart, aren't apart within {n} rows.",
+    )
+    wanted, result = (rows, columns) if attrs["transposed"] else (columns, rows)
+    expect(k == wanted, f"head_linear: the input has {k} columns a head, its matrix takes {wanted}.")
+    return (TensorSpec("f32", (t, heads, result)),)
+
+
+def _head_rows(attrs, heads: int) -> np.ndarray:
+    """The weight's rows that each head's matrix is made of, [heads, rows]."""
+    return attrs["start"] + attrs["step"] * np.arange(heads)[:, None] + np.arange(attrs["rows"])
+
+
+def _head_linear(attrs, x, weight):
+    matrices = weight[_head_rows(attrs, x.shape[1])].astype(np.float64)
+    letters = "thn,hnk->thk" if attrs["transposed"] else "thk,hnk->thn"
+    return (np.einsum(letters, x.astype(np.float64), matrices).astype(np.float32),)
+
+
+def _head_linear_down(b, a, x, weight):
+    """A product of two tensors, with the heads' rows looked up as those of a table: a packed weight stays so."""
+    heads = b.shape(x)[1]
+    rows = _head_rows(a, heads)
+    table = b.embedding(b.constant(value=rows.reshape(-1).tolist(), shape=(rows.size,), dtype="i32"), weight)
+    matrices = b.reshape(table, shape=(*rows.shape, b.shape(weight)[1]))
+    result = b.dot_general(b.transpose(x, perm=(1, 0, 2)), matrices, batch=(0,), contract_x=(2,),
+                           contract_y=(1 if a["transposed"] else 2,))
+    return (b.transpose(result, perm=(1, 0, 2)),)
+
+
+def _head_linear_axes(attrs, operands, results):
+    """Heads differ by their rows of the weight, which has no axis for them."""
+    return (0, None, None), (None, 2 if attrs["transposed"] else None)
+
+
+def _head_linear_reads(attrs, operands):
+    _, heads, terms = operands[0].shape
+    return {0: Part(Fraction(1), terms), 1: Part(Fraction(heads * attrs["rows"], operands[1].shape[0]), terms)}
+
+
 def _linear_flops(attrs, operands, results):
     activation, weights = split_activation(operands)
     t = activation[0].shape[0]
@@ -266,6 +318,12 @@ ROWS = [
           matrices=("weights*",), decompose=_linears_down),
     OpRow("gated_linear", ("x+", "weights*"), _infer_gated, _gated, attrs={"act": REQUIRED},
           factors="tk,nk*->tn", cost=_linear_flops, matrices=("weights*",), decompose=_gated_down),
+    # of each head by its own matrix: ``rows`` rows of the weight, those of head h from ``start`` + h·``step`` on; or by
+    # that matrix transposed
+    OpRow("head_linear", ("x", "weight"), _infer_head_linear, _head_linear, axes=_head_linear_axes,
+          attrs={"start": 0, "step": REQUIRED, "rows": REQUIRED, "transposed": False}, reads=_head_linear_reads,
+          cost=lambda a, o, r: scaled(size(o[0].shape), 2 * r[0].shape[2]), matrices=("weight",),
+          decompose=_head_linear_down),
     OpRow("rms_norm", ("x", "weight"), _infer_norm("rms_norm", 0), _rms_norm, attrs={"eps": REQUIRED},
           factors="...d,d->...e", cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_norm_down),
     OpRow("layer_norm", ("x", "weight", "bias?"), _infer_norm("layer_norm", 0), _layer_norm, attrs={"eps": REQUIRED},

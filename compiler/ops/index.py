@@ -16,16 +16,16 @@ def _infer_index(attrs, operands):
     expect(kinds == ("f32", "f32", "f32", "i32", "i32"),
            f"index_rows: operands are {', '.join(kinds)}; expected query, key and weights in f32, positions and requests "
            "in i32.")
-    expect(len(query.shape) == 3 and key.shape == (query.shape[0], 1, query.shape[2])
+    expect(len(query.shape) == 3 and key.shape == query.shape[::2]
            and weights.shape == query.shape[:2],
            f"index_rows: the query is {query.shape}, the key {key.shape}, weights {weights.shape}; expected [T, H, D], "
-           "[T, 1, D], [T, H].")
+           "[T, D], [T, H].")
     expect(positions.shape == requests.shape == query.shape[:1],
            f"index_rows: positions are {positions.shape}, requests {requests.shape}; expected one a token, "
            f"{query.shape[:1]}.")
-    expect(len(state.parts) == 1 and tuple(state.parts[0][1:]) == key.shape[1:] and not state.window,
+    expect(len(state.parts) == 1 and tuple(state.parts[0][1:]) == (1, key.shape[1]) and not state.window,
            f"index_rows: the state keeps {state.parts} in a window of {state.window}; expected all keys, "
-           f"{key.shape[1:]}.")
+           f"one head of {key.shape[1]}.")
     expect(isinstance(attrs["top_k"], int) and attrs["top_k"] >= 1,
            f"index_rows: top_k is {attrs['top_k']!r}, expected a positive number.")
     return (TensorSpec("i32", (query.shape[0], attrs["top_k"])),)
@@ -35,7 +35,7 @@ def _index(attrs, query, key, weights, positions, requests, state: RowState):
     """The ``top_k`` positions with the largest Σ over heads of weight · max(q·k · scaling, 0) among those up to the
     token's own, in float64: ascending, of equal ones the lower, -1 where there are fewer."""
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
-        state.append(request, position, (key[t],))
+        state.append(request, position, (key[t][None],))
     result = np.full((len(query), attrs["top_k"]), -1, np.int32)
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         try:
@@ -56,5 +56,5 @@ def _index_flops(attrs, operands, results):
 
 ROWS = [
     OpRow("index_rows", ("query", "key", "weights", "positions", "requests", "state"), _infer_index, _index,
-          attrs={"top_k": REQUIRED, "scaling": 1.0}, factors="thd,tgd,th,t,t->tk", cost=_index_flops, state=5),
+          attrs={"top_k": REQUIRED, "scaling": 1.0}, factors="thd,td,th,t,t->tk", cost=_index_flops, state=5),
 ]

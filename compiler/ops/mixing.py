@@ -126,13 +126,24 @@ def _rope_down(b, a, x, cos, sin):
     return (result if turned == width else b.concat(result, columns(x, turned, width), axis=2),)
 
 
+def _expect_rows(name: str, rows, tokens, window: int) -> None:
+    expect(rows.dtype == "i32" and len(rows.shape) == 2 and rows.shape[0] == tokens and not window,
+           f"{name}: rows are {rows.dtype}{list(rows.shape)} with a window of {window}; expected i32[T, K] and none.")
+
+
+def _chosen(name: str, rows: np.ndarray, position: int) -> np.ndarray:
+    """The positions that a token's ``rows`` name."""
+    places = rows[rows >= 0]
+    expect(0 < len(places) and places.max() <= position,
+           f"{name}: position {position} chooses {places.tolist()}; expected positions up to it.")
+    return places
+
+
 def _infer_attention(attrs, operands):
     q, k, v, positions, requests, state, *extras = operands
     for name, extra in zip(attrs["extras"], extras):
         if name == "rows":
-            expect(extra.dtype == "i32" and len(extra.shape) == 2 and extra.shape[0] == q.shape[0] and not attrs["window"],
-                   f"attention: rows are {extra.dtype}{list(extra.shape)} with a window of {attrs['window']}; expected "
-                   "i32[T, K] and none.")
+            _expect_rows("attention", extra, q.shape[0], attrs["window"])
             continue
         own, what = ((extra.shape[2:], "[T, H, D]") if name == "distances" else ((), "one a query head"))
         expect(extra.dtype == "f32" and extra.shape == (*(q.shape[:2] if own else q.shape[1:2]), *own)
@@ -181,9 +192,7 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
             raise LegalityError(f"attention: request {request} lacks rows for positions below {position}.") from None
         places = np.arange(lo, position + 1)
         if "rows" in given:
-            places = given["rows"][t][given["rows"][t] >= 0]
-            expect(0 < len(places) and places.max() <= position,
-                   f"attention: position {position} chooses {places.tolist()}; expected positions up to it.")
+            places = _chosen("attention", given["rows"][t], position)
             keys, values = keys[places], values[places]
         query = q[t].reshape(k.shape[1], groups, -1).astype(np.float64)
         scores = np.einsum("hgd,phd->hgp", query, keys.astype(np.float64)) * attrs["scaling"]
@@ -205,21 +214,71 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
     return (result,)
 
 
-def _chosen(attrs, operands) -> int:
-    """Rows that a token chooses; 0 when it reads all that it sees."""
-    return dict(zip(attrs["extras"], operands[6:]))["rows"].shape[1] if "rows" in attrs["extras"] else 0
+def _rows_read(window: int, rows) -> str:
+    """The rows of the context that each request reads, or that each token chooses, if ``rows`` say which."""
+    return f"T*{context_symbol(rows[0].shape[1])}" if rows else f"R*{context_symbol(window)}"
 
 
-def _attention_rows_read(attrs, operands):
-    """The rows of the context that each request reads, or that each token chooses."""
-    chosen = _chosen(attrs, operands)
-    return f"T*{context_symbol(chosen)}" if chosen else f"R*{context_symbol(attrs['window'])}"
+def _rows_of(attrs, operands) -> list:
+    return [o for name, o in zip(attrs["extras"], operands[6:]) if name == "rows"]
 
 
 def _attention_flops(attrs, operands, results):
     q, _, v = operands[:3]
-    context = context_symbol(_chosen(attrs, operands) or attrs["window"])
+    context = _rows_read(attrs["window"], _rows_of(attrs, operands)).split("*")[1]
     return scaled(size((q.shape[0], q.shape[1], context, q.shape[2] + v.shape[2])), 2)
+
+
+def _infer_latent(attrs, operands):
+    query, row, positions, requests, state, *rows = operands
+    for chosen in rows:
+        _expect_rows("latent_attention", chosen, query.shape[0], state.window)
+    kinds = tuple(o.dtype for o in operands[:4])
+    expect(kinds == ("f32", "f32", "i32", "i32"), f"latent_attention: operands are {', '.join(kinds)}; expected query "
+                                                  "and row in f32, positions and requests in i32.")
+    expect(state.kind == "rows" and len(state.parts) == 1 and not state.window,
+           f"latent_attention: the state keeps {state.kind} of {state.parts} in a window of {state.window}; expected rows "
+           "of one part, and no window.")
+    (_, heads, width), = state.parts
+    expect(
+        len(query.shape) == 3 and row.shape == (query.shape[0], width) and query.shape[2] == width and heads == 1,
+        f"latent_attention: the query is {query.shape}, the row {row.shape}, the state keeps {state.parts}; expected "
+        "[T, H, D], [T, D] and one head of D.",
+    )
+    expect(
+        positions.shape == requests.shape == query.shape[:1],
+        f"latent_attention: positions are {positions.shape}, requests {requests.shape}; expected one a token, "
+        f"{query.shape[:1]}.",
+    )
+    values = attrs["value_width"]
+    expect(0 < values <= width, f"latent_attention: values are the first {values} of {width} columns.")
+    return (TensorSpec("f32", (*query.shape[:2], values)),)
+
+
+def _latent(attrs, query, row, positions, requests, state: RowState, chosen=None):
+    """softmax(query·rowsᵀ·scaling)·values, in float64: all heads share the rows that a token sees, or of them those that
+    it has chosen, and the first ``value_width`` columns of a row are its value."""
+    places = list(enumerate(zip(positions.tolist(), requests.tolist())))
+    for t, (position, request) in places:
+        state.append(request, position, (row[t][None],))
+    result = np.empty((*query.shape[:2], attrs["value_width"]), np.float32)
+    for t, (position, request) in places:
+        try:
+            (rows,) = state.read(request, 0, position + 1)
+        except KeyError:
+            raise LegalityError(f"latent_attention: request {request} lacks rows for positions below {position}.") from None
+        rows = rows[:, 0].astype(np.float64)
+        rows = rows if chosen is None else rows[_chosen("latent_attention", chosen[t], position)]
+        scores = query[t].astype(np.float64) @ rows.T * attrs["scaling"]
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        result[t] = weights / weights.sum(-1, keepdims=True) @ rows[:, : attrs["value_width"]]
+    return (result,)
+
+
+def _latent_flops(attrs, operands, results):
+    tokens, heads, width = operands[0].shape
+    context = _rows_read(0, operands[5:]).split("*")[1]
+    return scaled(size((tokens, heads, context, width + attrs["value_width"])), 2)
 
 
 ROWS = [
@@ -230,5 +289,9 @@ ROWS = [
           _infer_attention, _attention,
           attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()},
           factors="thd,thd,the,t,t,h,h,thn,tk->the",
-          cost=_attention_flops, state=5, rows_read=_attention_rows_read, earlier=("rows",)),
+          cost=_attention_flops, state=5,
+          rows_read=lambda a, o: _rows_read(a["window"], _rows_of(a, o)), earlier=("rows",)),
+    OpRow("latent_attention", ("query", "row", "positions", "requests", "state", "rows?"), _infer_latent, _latent,
+          attrs={"scaling": REQUIRED, "value_width": REQUIRED}, factors="thd,td,t,t,tk->the", cost=_latent_flops, state=4,
+          rows_read=lambda a, o: _rows_read(0, o[5:]), earlier=("rows",)),
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cache
 from typing import Any, Callable, Mapping, Sequence
 
@@ -29,6 +30,15 @@ DECLARATIONS = ("weight", "state_slot", "get", "yield")
 Spec = TensorSpec | StateSpec
 Form = dict[str, int]
 """A quantity as a sum of products of symbols: {"": constant, "T": per token, "T*C": per token and context row}."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """How much of an operand is read: its ``share`` of the elements by the whole operator, and the ``terms`` that one
+    element of the result sums up."""
+
+    share: Fraction
+    terms: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class OpRow:
     appends    a stateful operator appends the step's rows to its state, or replaces the value; else it only reads what
                another one left there
     gathers    (table, indices): of operand ``table`` only the rows that operand ``indices`` names are read
+    reads      (attrs, operand specs) → {operand: Part}, of operands whose axes don't say how much of them is read
     views      the result holds the operand's elements, moved or renamed, and nothing else
     aliases    a view that moves nothing: the result is the operand's memory under another shape
     elementwise  every result element depends on the operand elements at the same index (after broadcasting)
@@ -80,6 +91,7 @@ class OpRow:
     keeps: str = "rows"
     appends: bool = True
     gathers: tuple[int, int] | None = None
+    reads: Callable[[Mapping[str, Any], Sequence[Spec]], Mapping[int, Part]] = lambda a, o: {}
     views: bool = False
     aliases: bool = False
     elementwise: bool = False
@@ -154,7 +166,7 @@ def _as_kind(operator: str, name: str, value: Any, default: Any) -> Any:
     raise LegalityError(f"{operator}: attribute {name!r} must be of kind {type(default).__name__}, got {value!r}.")
 
 
-_FUNCTIONS = ("infer", "meaning", "axes", "cost", "decompose", "rows_read")
+_FUNCTIONS = ("infer", "meaning", "axes", "cost", "reads", "decompose", "rows_read")
 """Columns of a row that are called."""
 
 

@@ -42,6 +42,8 @@ def cost_of(spec: OpSpec, packed: PackedBytes) -> Cost:
     if operator.gathers:
         table, rows = operator.gathers
         whole[table] = _row_bytes(spec.operands[table], spec.operands[rows], packed)
+    for i, part in operator.reads(attrs, spec.operands).items():
+        whole[i] = {key: int(value * part.share) for key, value in whole[i].items()}
     integer = any(o.dtype == "i8" for o in spec.operands if isinstance(o, TensorSpec))
     return Cost(operator.cost(attrs, spec.operands, spec.results), added(*whole), "i8" if integer else "f32")
 

@@ -86,12 +86,15 @@ class Excess(NamedTuple):
 
 def reduction(row: OpRow, spec: OpSpec, sizes: Mapping[str, int], context: int) -> int:
     """Terms that one element of the results sums up: the product of an operand's axes that the results lack, but the
-    one that a gather picks from. Of an operator with a state, times the ``context`` rows that it gives at most."""
-    attrs, longest = row.complete(spec.attrs), 1
+    one that a gather picks from, or what the row says itself (``reads``). Of an operator with a state, times the
+    ``context`` rows that it gives at most."""
+    attrs = row.complete(spec.attrs)
+    parts = row.reads(attrs, spec.operands)
+    longest = max([1, *(part.terms for part in parts.values())])
     for result in range(len(spec.results)):
         for index, kept in enumerate(axis_map(row, attrs, spec.operands, spec.results, result)):
             operand = spec.operands[index]
-            if isinstance(operand, StateSpec) or operand is None:
+            if isinstance(operand, StateSpec) or operand is None or index in parts:
                 continue
             gone = [d for i, (d, axis) in enumerate(zip(operand.shape, kept))
                     if axis is None and not (row.gathers and (row.gathers[0], 0) == (index, i))]

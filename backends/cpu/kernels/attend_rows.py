@@ -2,7 +2,7 @@
 
 A token's rows are cut into blocks of ``key_block``, which are copied one after the other and visited in order with a
 running maximum and sum. Which rows stand in a block depends on the token's choice alone, so its bits do too. Threads
-share tokens and key heads.
+share tokens and sets of heads.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from adaptc.backends.cpu.levels import Level
 
 def emit(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     e = Emitter(level)
-    heads, kv_heads, most, block = (params[k] for k in ("heads", "kv_heads", "top_k", "key_block"))
-    group = heads // kv_heads
+    heads, sets, most, block = (params[k] for k in ("heads", "sets", "top_k", "key_block"))
+    group = heads // sets
     query, requests, pool, table, *sinks, chosen, out = (e.buffer(i) for i in range(len(signature(params))))
     rows, visit = Rows(e, params), Visit(e, params)
     copies = Copies(e, params, Pages(e, params, pool, table))
     tops, totals = room(e, group * rows.lanes), room(e, group * rows.lanes)
-    low, high = e.share(e.mul(e.size("T"), kv_heads))
+    low, high = e.share(e.mul(e.size("T"), sets))
     with e.loop(low, high) as unit:
-        token, head = e.div(unit.index, kv_heads), e.rem(unit.index, kv_heads)
-        first = e.add(e.mul(token, heads), e.mul(head, group))
+        token, part = e.div(unit.index, sets), e.rem(unit.index, sets)
+        head = e.div(part, sets // params["kv_heads"])
+        begins = e.mul(part, group)
+        first = e.add(e.mul(token, heads), begins)
         request, mine = load_index(e, requests, token), e.at(chosen, e.mul(token, most), "i32")
         with e.loop(0, most, init=[e.const(0, "i64")]) as entry:
             there = e.compare("sge", e.load(e.at(mine, entry.index, "i32"), "i32"), 0)
@@ -51,7 +53,7 @@ def emit(params: Mapping[str, Any], symbol: str, level: Level) -> str:
                     queries = [e.at(query, e.mul(e.add(first, n), params["width"]), "f32") for n in numbers]
                     visit(data, [row_of(n) for n in numbers], queries, e.const(0, "i64"), here)
         with e.loop(0, group) as number:
-            sink = e.at(sinks[0], e.add(e.mul(head, group), number.index), "f32") if sinks else None
+            sink = e.at(sinks[0], e.add(begins, number.index), "f32") if sinks else None
             rows.finish(row_of(number.index), sink)
     return e.text(symbol)
 

@@ -6,22 +6,24 @@ both at absolute positions. A span's blocks are visited in order with a running 
 reduced by itself, are merged in order. A block or span without a visible key is left out, and a key that is not visible
 is never multiplied. So a row's bits depend on its own query and keys only. Everything else here is shared work that
 doesn't enter any row's arithmetic: rows of neighbouring tokens and of the query heads that share a key head read a
-block together, and threads share tiles of tokens, key heads and spans (``Division``).
+block together, and threads share tiles of tokens, sets of heads and spans (``Division``).
+
+Latent attention is the same over one part whose rows are keys of all heads, and whose first columns are their values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
-from adaptc.backends.cpu.kernels.division import Count, Division, Unit, first_key, tile_tokens
+from adaptc.backends.cpu.kernels.division import TILE_ROWS, Count, Division, Unit, first_key, tile_tokens
 from adaptc.backends.cpu.kernels.elementwise import STORED, narrow
 from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Bias, Copied, Rows, Running, Stored, Visit
-from adaptc.backends.cpu.kernels.pages import (COLUMNS, Block, Pages, common_lanes, load_index, page_elements, room,
-                                               widths_of)
+from adaptc.backends.cpu.kernels.pages import (COLUMNS, Block, Pages, common_lanes, load_index, page_elements, part_widths,
+                                               room)
 from adaptc.backends.cpu.levels import Level
 from adaptc.options import KEPT
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, StateSpec, TensorSpec
@@ -58,7 +60,8 @@ def _quantized(e: Emitter, source: Value, width: int, lanes: int, codes: Value, 
 
 def emit_append(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     e = Emitter(level)
-    *data, positions, requests, pool, table = (e.buffer(i) for i in range(len(append_signature(params))))
+    widths = part_widths(params)
+    *given, positions, requests, pool, table = (e.buffer(i) for i in range(len(widths) + 4))
     pages, heads, dtype = Pages(e, params, pool, table), params["kv_heads"], params["dtype"]
     lanes = common_lanes(e, params)
     floats = vec(lanes, "f32")
@@ -66,9 +69,8 @@ def emit_append(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     with e.loop(low, high) as unit:
         token, head = e.div(unit.index, heads), e.rem(unit.index, heads)
         page, slot = pages.at(load_index(e, requests, token), load_index(e, positions, token))
-        sources = tuple(zip(data, pages.widths))
-        scales = pages.scales(page, slot, head) or (None,) * len(sources)
-        for (source, width), target, scale in zip(sources, pages.rows(page, slot, head), scales):
+        scales = pages.scales(page, slot, head) or (None,) * len(widths)
+        for source, width, target, scale in zip(given, widths, pages.rows(page, slot, head), scales):
             start = e.at(source, e.mul(unit.index, width), "f32")
             if scale is not None:
                 _quantized(e, start, width, lanes, target, scale)
@@ -94,7 +96,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     """Units by ``Division``: each span into a piece of its own, in a slot where the unit is split; else merged into
     the row at once."""
     e = Emitter(level)
-    heads, group = params["heads"], params["heads"] // params["kv_heads"]
+    heads, group = params["heads"], params["heads"] // params["sets"]
     width, value_width, block, span = (params[k] for k in ("width", "value_width", "key_block", "span"))
     query, positions, requests, pool, table, *more = (e.buffer(i) for i in range(len(attend_signature(params))))
     sinks = more.pop(0) if params["sinks"] else None
@@ -112,7 +114,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     def offset_of(unit: Unit, row: Value) -> Value:
         """A row's number among all rows of q, from that among the unit's."""
         token = e.add(unit.first, e.div(row, group))
-        return e.add(e.mul(token, heads), e.add(e.mul(unit.head, group), e.rem(row, group)))
+        return e.add(e.mul(token, heads), e.add(e.mul(unit.set, group), e.rem(row, group)))
 
     def position_of(unit: Unit, row: Value) -> Value:
         return e.add(unit.position, e.div(row, group))
@@ -172,6 +174,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         """All of a unit's rows over one span, into pieces that start at ``place``."""
         each_row(unit, lambda row: rows.clear(rows.piece(place, row)))
         request, one = load_index(e, requests, unit.first), e.compare("eq", e.sub(unit.end, unit.first), 1)
+        head = unit.set if params["kv_heads"] == params["sets"] else e.div(unit.set, params["sets"] // params["kv_heads"])
         start = e.mul(number, span)
         end = e.add(unit.position, e.sub(unit.end, unit.first))
         least, most = e.max(start, first_key(e, params, unit.position)), e.min(e.add(start, span), end)
@@ -179,13 +182,18 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
             base = e.mul(index.index, block)
             after = e.add(base, block)
             low, high = e.max(base, least), e.min(after, most)
-            ahead = stored.ahead(request, unit.head, after, e.min(e.add(after, block), end))
-            data = Stored(e, params, stored.find(request, unit.head, low, high), ahead)
-            with e.when(one):
-                look(unit, place, data, base, e.const(0, "i64"))
-            with e.when(e.xor(one, True)):
+            if params["latent"]:  # so many heads read a block that copying it pays for one token too
+                data = Stored(e, params, stored.find(request, head, low, high), None)
                 copied.fill(data, e.sub(low, base), e.sub(high, base))
                 look_at_copy(unit, place, base)
+            else:
+                ahead = stored.ahead(request, head, after, e.min(e.add(after, block), end))
+                data = Stored(e, params, stored.find(request, head, low, high), ahead)
+                with e.when(one):
+                    look(unit, place, data, base, e.const(0, "i64"))
+                with e.when(e.xor(one, True)):
+                    copied.fill(data, e.sub(low, base), e.sub(high, base))
+                    look_at_copy(unit, place, base)
 
     division = Division(e, params, positions, requests)
 
@@ -226,7 +234,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 def emit_merge(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     """Rows of split units, from the pieces that ``attend`` has left in slots."""
     e = Emitter(level)
-    heads, group = params["heads"], params["heads"] // params["kv_heads"]
+    heads, group = params["heads"], params["heads"] // params["sets"]
     positions, requests, *more = (e.buffer(i) for i in range(len(merge_signature(params))))
     sinks = more.pop(0) if params["sinks"] else None
     slots, out = more
@@ -242,7 +250,7 @@ def emit_merge(params: Mapping[str, Any], symbol: str, level: Level) -> str:
                 turn.set(e.add(turn.get(), 1))
                 with e.when(mine):
                     number = e.div(row.index, group)
-                    head = e.add(e.mul(unit.head, group), e.rem(row.index, group))
+                    head = e.add(e.mul(unit.set, group), e.rem(row.index, group))
                     offset = e.add(e.mul(e.add(unit.first, number), heads), head)
                     whole = Running(top, total, e.at(out, e.mul(offset, params["value_width"]), "f32"))
                     rows.clear(whole)
@@ -264,7 +272,8 @@ def state_of(params: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def append_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
-    rows = tuple(f"in:f32[T,{params['kv_heads']},{width}]" for width in widths_of(params))
+    heads = "" if params["latent"] else f"{params['kv_heads']},"
+    rows = (f"in:f32[T,{heads}{width}]" for width in part_widths(params))
     return (*rows, "in:i32[T]", "in:i32[T]", *state_of(params))
 
 
@@ -310,37 +319,36 @@ def slots_for(state: StateSpec, heads: int) -> int:
     return max(heads * spans, SLOTS) if spans > 1 else 0
 
 
-def select(spec: OpSpec) -> Selection | None:
+def _selection(state: StateSpec, heads: int, width: int, value_width: int, attrs: Mapping[str, Any], rows: Sequence[int],
+               extras: Mapping[str, str] = {}, distances: int = 0, chosen: int = 0) -> Selection | None:
     """Every row is written before any is read, and every piece before any is merged: a kernel each. None for widths
-    that don't fill vectors."""
-    query, key, value, _, _, state, *_ = spec.operands
-    extras = {name: f"operand:{6 + i}" for i, name in enumerate(spec.attrs.get("extras", ()))}
-    distances = spec.operands[6 + [*extras].index("distances")].shape[2] if "distances" in extras else 0
-    assert isinstance(state, StateSpec)
-    width, value_width = key.shape[2], value.shape[2]
-    sizes = (width, value_width, state.key_block)
+    that don't fill vectors. ``rows``: the operands that are kept; positions, requests and the state come after them.
+    ``extras``: what else there is, by name; ``distances``: columns of that;
+    ``chosen``: rows that a token chooses, 0 where it reads all."""
+    sizes, kv_heads, latent = (width, value_width, state.key_block), state.parts[0][1], len(state.parts) == 1
     if any(size % COLUMNS for size in sizes) or (state.dtype, state.scale) not in KEPT.values():
         return None
     paging = {
-        "dtype": state.dtype, "kv_heads": key.shape[1], "max_pages": state.max_pages, "page_size": state.page_size,
-        "scale": state.scale, "value_width": value_width, "width": width,
+        "dtype": state.dtype, "kv_heads": kv_heads, "latent": latent, "max_pages": state.max_pages,
+        "page_size": state.page_size, "scale": state.scale, "value_width": value_width, "width": width,
     }  # fmt: skip
     division = {
-        "heads": query.shape[1], "kv_heads": key.shape[1], "sinks": "sinks" in extras,
-        "slots": slots_for(state, query.shape[1]), "span": SPAN_BLOCKS * state.key_block, "value_width": value_width,
-        "window": int(spec.attrs.get("window", 0)),
+        "heads": heads, "sets": _sets(heads) if latent else kv_heads, "sinks": "sinks" in extras,
+        "slots": slots_for(state, heads), "span": SPAN_BLOCKS * state.key_block, "value_width": value_width,
+        "window": int(attrs.get("window", 0)),
     }  # fmt: skip
     attend = paging | division | {
-        "key_block": state.key_block, "scaling": float(spec.attrs["scaling"]),
-        "slopes": "slopes" in extras, "distances": distances, "softcap": float(spec.attrs.get("softcap", 0.0)),
+        "distances": distances, "key_block": state.key_block, "scaling": float(attrs["scaling"]),
+        "slopes": "slopes" in extras, "softcap": float(attrs.get("softcap", 0.0)),
     }  # fmt: skip
     merge = division | {"width": width, "key_block": state.key_block}  # which decide the vectors
-    where, cache = ("operand:3", "operand:4"), ("state:5", "pages:5")
+    after = rows[-1] + 1
+    where, cache = (f"operand:{after}", f"operand:{after + 1}"), (f"state:{after + 2}", f"pages:{after + 2}")
     slots = ["scratch:0"] if division["slots"] else []
     merged = [operand for name, operand in extras.items() if name == "sinks"]
-    append = ("kv_append", paging, ("operand:1", "operand:2", *where, *cache))
-    if "rows" in extras:
-        return _select_rows(append, paging, attend, spec, extras)
+    append = ("kv_append", paging, (*(f"operand:{i}" for i in rows), *where, *cache))
+    if chosen:
+        return _select_chosen(append, paging, attend, chosen, ("operand:0", where[1], *cache, *extras.values(), "result:0"))
     uses = [
         append,
         ("attend", attend, ("operand:0", *where, *cache, *extras.values(), *slots, "result:0")),
@@ -350,21 +358,40 @@ def select(spec: OpSpec) -> Selection | None:
     return Selection(uses_of(uses), (_pieces(division),) if division["slots"] else ())
 
 
-def _select_rows(append: tuple, paging: Mapping[str, Any], attend: Mapping[str, Any], spec: OpSpec,
-                 extras: Mapping[str, str]) -> Selection | None:
+def _select_chosen(append: tuple, paging: Mapping[str, Any], attend: Mapping[str, Any], chosen: int,
+                   args: tuple[str, ...]) -> Selection | None:
     """``attend_rows`` in place of ``attend``, which has no biases by distance."""
     if attend["slopes"] or attend["distances"]:
         return None
-    names = ("heads", "key_block", "scaling", "sinks", "softcap")
-    params = dict(paging) | {name: attend[name] for name in names} | {"top_k": spec.operands[-1].shape[1]}
-    reads = ("operand:0", "operand:4", "state:5", "pages:5", *extras.values())
-    return Selection(uses_of([append, ("attend_rows", params, (*reads, "result:0"))]))
+    names = ("heads", "key_block", "scaling", "sets", "sinks", "softcap")
+    params = dict(paging) | {name: attend[name] for name in names} | {"top_k": chosen}
+    return Selection(uses_of([append, ("attend_rows", params, args)]))
 
 
 def uses_of(uses: list[tuple]) -> tuple[KernelUse, ...]:
     return tuple(KernelUse(KernelSpec(family, tuple(sorted(params.items()))), args) for family, params, args in uses)
 
 
-SELECT = {"attention": select}
+def _sets(heads: int) -> int:
+    """How many sets query heads that share all keys are divided into, each of no more rows than a tile has."""
+    return next(sets for sets in range(1, heads + 1) if heads % sets == 0 and heads // sets <= TILE_ROWS)
 
-NEEDS = {"attention": f"widths of keys and values that are multiples of {COLUMNS}"}
+
+def select(spec: OpSpec) -> Selection | None:
+    query, key, value, _, _, state, *_ = spec.operands
+    extras = {name: f"operand:{6 + i}" for i, name in enumerate(spec.attrs.get("extras", ()))}
+    distances = spec.operands[6 + [*extras].index("distances")].shape[2] if "distances" in extras else 0
+    chosen = spec.operands[-1].shape[1] if "rows" in extras else 0
+    return _selection(state, query.shape[1], key.shape[2], value.shape[2], spec.attrs, (1, 2), extras, distances, chosen)
+
+
+def select_latent(spec: OpSpec) -> Selection | None:
+    _, heads, width = spec.operands[0].shape
+    chosen = spec.operands[5].shape[1] if len(spec.operands) > 5 else 0
+    return _selection(spec.operands[4], heads, width, spec.attrs["value_width"], spec.attrs, (1,),
+                      {"rows": "operand:5"} if chosen else {}, chosen=chosen)
+
+
+SELECT = {"attention": select, "latent_attention": select_latent}
+
+NEEDS = dict.fromkeys(SELECT, f"widths of keys and values that are multiples of {COLUMNS}")

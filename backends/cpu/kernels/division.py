@@ -55,7 +55,7 @@ def first_key(e: Emitter, params: Mapping[str, Any], position: Value) -> Value:
 
 def tile_tokens(params: Mapping[str, Any]) -> int:
     """Tokens that share the reading of their keys, at most."""
-    return max(1, min(16, TILE_ROWS // (params["heads"] // params["kv_heads"])))
+    return max(1, min(16, TILE_ROWS // (params["heads"] // params["sets"])))
 
 
 class Count:
@@ -75,12 +75,13 @@ class Count:
 
 @dataclass(frozen=True)
 class Unit:
-    """Tokens [first, end) that continue one request, seen by the query heads of one key head. Their keys lie in the
+    """Tokens [first, end) that continue one request, and one of the ``sets`` of query heads that read keys together
+    (those of a key head, or some of it): ``set``. Their keys lie in the
     spans [low, high). ``split``: threads share those spans, and what each leaves starts at slot ``base``."""
 
     first: Value
     end: Value
-    head: Value
+    set: Value
     position: Value
     low: Value
     high: Value
@@ -89,22 +90,22 @@ class Unit:
 
 
 class Division:
-    """Who attends to what in a step. All the step's work in one order (tokens, key heads, spans of keys) is cut into as
+    """Who attends to what in a step. All the step's work in one order (tokens, sets of heads, spans of keys) is cut into as
     many parts of equal cost as there are threads; a cut falls between spans. Only a unit with a cut inside is split,
     and only as long as slots are left; any other belongs to the thread in whose part it starts. It depends on the
     step's positions and on the number of threads, and any thread finds all of it out by itself."""
 
     def __init__(self, e: Emitter, params: Mapping[str, Any], positions: Value, requests: Value):
         self.e, self.params, self.positions, self.requests = e, params, positions, requests
-        self.group = params["heads"] // params["kv_heads"]
+        self.group = params["heads"] // params["sets"]
         self.tokens = e.size("T")
         tile = tile_tokens(params)
-        each = e.div(e.mul(self.tokens, params["kv_heads"]), e.mul(e.n, UNITS_A_THREAD))
+        each = e.div(e.mul(self.tokens, params["sets"]), e.mul(e.n, UNITS_A_THREAD))
         self.size = e.select(e.compare("eq", e.n, 1), e.const(tile, "i64"), e.max(e.min(each, tile), 1))
         self.tiles = e.div(e.add(self.tokens, e.sub(self.size, 1)), self.size)
         self.before, self.slots = Count(e), Count(e)
         self._stretches(lambda first, end: self.before.set(
-            e.add(self.before.get(), e.mul(self._cost(first, end), params["kv_heads"]))))
+            e.add(self.before.get(), e.mul(self._cost(first, end), params["sets"]))))
         self.total = self.before.get()
         self.before.set(e.const(0, "i64"))
 
@@ -119,8 +120,8 @@ class Division:
             position = load_index(e, self.positions, first)
             least, most = self._keys(first, end)
             low, high = (e.div(k, self.params["span"]) for k in (least, e.add(most, self.params["span"] - 1)))
-            with e.loop(0, self.params["kv_heads"]) as head:
-                unit = Unit(first, end, head.index, position, low, high, e.const(False, "i1"), self.slots.get())
+            with e.loop(0, self.params["sets"]) as number:
+                unit = Unit(first, end, number.index, position, low, high, e.const(False, "i1"), self.slots.get())
                 if self.params["slots"]:
                     needs = e.add(unit.base, e.mul(self.rows(unit), e.sub(high, low)))
                     after = e.div(e.add(e.mul(e.add(self.before.get(), 1), e.n), e.sub(self.total, 1)), self.total)

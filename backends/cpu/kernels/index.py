@@ -206,8 +206,8 @@ def select(spec: OpSpec) -> Selection | None:
     if width % COLUMNS or state.key_block % COLUMNS or (state.dtype, state.scale) not in KEPT.values():
         return None
     paging = {
-        "dtype": state.dtype, "kv_heads": 1, "max_pages": state.max_pages, "page_size": state.page_size,
-        "scale": state.scale, "value_width": 0, "width": width,
+        "dtype": state.dtype, "kv_heads": 1, "latent": True, "max_pages": state.max_pages,
+        "page_size": state.page_size, "scale": state.scale, "width": width,
     }  # fmt: skip
     scores = paging | {"heads": heads, "key_block": state.key_block, "scaling": float(spec.attrs["scaling"])}
     rows = scores | {"top_k": spec.attrs["top_k"]}

@@ -37,8 +37,8 @@ Tiles = Callable[[Work], None]
 """Runs work over the rows of a chunk."""
 
 
-def _chunks(e: Emitter, rows: Value, k: int, kind: type[Floats | Codes], chosen: Mapping[str, int],
-            body: Callable[[Tiles], None]) -> None:
+def chunks(e: Emitter, rows: Value, k: int, kind: type[Floats | Codes], chosen: Mapping[str, int],
+           body: Callable[[Tiles], None]) -> None:
     """Runs ``body`` for every chunk of rows that fits the cache."""
     tile = chosen["tile"]
     chunk = max(tile, chosen["chunk"] // kind.row_bytes(k) // tile * tile)
@@ -56,13 +56,15 @@ def _chunks(e: Emitter, rows: Value, k: int, kind: type[Floats | Codes], chosen:
         body(tiles)
 
 
-def store_rows(e: Emitter, out: Value, n: int, row: Value, unit: Value, values: Sequence[Value]) -> None:
-    """Writes values[i] to row + i, columns lanes * unit.. of out f32[rows, n], and nothing beyond column n."""
+def store_rows(e: Emitter, out: Value, n: int, row: Value, unit: Value, values: Sequence[Value], apart: int = 0) -> None:
+    """Writes values[i] to row + i, columns lanes * unit.. of out f32[rows, n], and nothing beyond column n. Rows stand
+    ``apart`` elements from each other, by default n."""
+    apart = apart or n
     column = e.mul(unit, e.lanes)
-    here = e.at(e.at(out, e.mul(row, n), "f32"), column, "f32")
+    here = e.at(e.at(out, e.mul(row, apart), "f32"), column, "f32")
     inside = e.mask(e.sub(n, column)) if n % e.lanes else None
     for i, value in enumerate(values):
-        e.store(value, e.at(here, i * n, "f32"), mask=inside)
+        e.store(value, e.at(here, i * apart, "f32"), mask=inside)
 
 
 Map = tuple[Packed, Value | None]
@@ -106,7 +108,7 @@ def _emit_linears(params: Mapping[str, Any], symbol: str, level: Level) -> str:
             with e.loop(*own) as loop:
                 product(tiles, weight, bias, out, loop.index)
 
-    _chunks(e, rows, k, kind, chosen, sweep)
+    chunks(e, rows, k, kind, chosen, sweep)
     return e.text(symbol)
 
 
@@ -139,7 +141,7 @@ def _emit_gated(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 
             tiles(work)
 
-    _chunks(e, rows, k, kind, chosen, sweep)
+    chunks(e, rows, k, kind, chosen, sweep)
     return e.text(symbol)
 
 

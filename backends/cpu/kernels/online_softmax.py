@@ -18,7 +18,7 @@ from adaptc.backends.cpu.kernels.base import Emitter, Value, vec
 from adaptc.backends.cpu.kernels.base import lanes as lanes_of
 from adaptc.backends.cpu.kernels.division import first_key
 from adaptc.backends.cpu.kernels.elementwise import STORED
-from adaptc.backends.cpu.kernels.pages import Place, common_lanes, prefetch, room, widths_of
+from adaptc.backends.cpu.kernels.pages import Place, common_lanes, part_widths, prefetch, room
 from adaptc.plan import DTYPE_BYTES
 
 TOGETHER = 2
@@ -102,6 +102,11 @@ class Stored:
         self.e, self.params, self.place, self.ahead = e, params, place, ahead
         self.dtype, self.lanes = params["dtype"], common_lanes(e, params)
         self.floats = vec(self.lanes, "f32")
+        self.widths = part_widths(params)
+
+    def _part(self, part: int) -> int:
+        """Which of the state's parts keys (part 0) or values (part 1) are of."""
+        return min(part, len(self.widths) - 1)
 
     def _row(self, start: Value, row: Value | int, width: int, column: Value | int) -> Value:
         e = self.e
@@ -111,9 +116,9 @@ class Stored:
     def ask(self, part: int, key: Value, column: Value | int, columns: int) -> None:
         """Prefetches columns of a key's (part 0) or value's (part 1) row in the next block."""
         if self.ahead is not None:
+            part = self._part(part)
             start, row = self.ahead.row(self.e, part, key)
-            width = self.params[("width", "value_width")[part]]
-            prefetch(self.e, self._row(start, row, width, column), columns * DTYPE_BYTES[self.dtype])
+            prefetch(self.e, self._row(start, row, self.widths[part], column), columns * DTYPE_BYTES[self.dtype])
 
     def key(self, key: Value) -> Value:
         """Pointer to a key's row; ``lanes`` rows follow one another from a multiple of ``lanes`` on."""
@@ -122,7 +127,7 @@ class Stored:
 
     def scale(self, part: int, key: Value) -> Value:
         """Pointer to the scale of a key (part 0) or its value (part 1); again ``lanes`` follow one another."""
-        start, row = self.place.row(self.e, len(widths_of(self.params)) + part, key)
+        start, row = self.place.row(self.e, len(self.widths) + self._part(part), key)
         return self.e.at(start, row, "f32")
 
     def dots(self, queries: Sequence[Value], key: Value, vectors: int) -> list[list[Value]]:
@@ -154,8 +159,9 @@ class Stored:
 
     def value(self, key: Value, column: Value | int) -> Value:
         """``lanes`` columns of a key's value."""
-        start, row = self.place.row(self.e, 1, key)
-        return self.e.load_floats(self._row(start, row, self.params["value_width"], column), self.dtype, self.lanes)
+        part = self._part(1)
+        start, row = self.place.row(self.e, part, key)
+        return self.e.load_floats(self._row(start, row, self.widths[part], column), self.dtype, self.lanes)
 
 
 class Copied:

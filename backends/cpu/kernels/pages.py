@@ -33,15 +33,21 @@ def room(e: Emitter, count: int, kind: str = "f32") -> Value:
     return e.op(f"llvm.alloca {e.const(count, 'i64')} x {kind} {{alignment = 64 : i64}} : (i64) -> {PTR}", PTR)
 
 
+def part_widths(params: Mapping[str, Any]) -> tuple[int, ...]:
+    """Columns of the parts that a state keeps: keys and values, or ``latent`` rows, of which keys are all columns and
+    values the first ones."""
+    return (params["width"],) if params["latent"] else (params["width"], params["value_width"])
+
+
 class Pages:
-    """A state's pages, of keys and, unless ``value_width`` is 0, values: [page][part][head][slot][column], page =
-    table[request][position / page_size], and scales [part][head][slot] at a page's end, as ``plan.State`` says."""
+    """A state's pages: [page][part][head][slot][column], page = table[request][position / page_size], and scales
+    [part][head][slot] at a page's end, as ``plan.State`` says."""
 
     def __init__(self, e: Emitter, params: Mapping[str, Any], pool: Value, table: Value):
         self.e, self.params, self.pool, self.table = e, params, pool, table
         self.dtype = params["dtype"]
         self.bytes = DTYPE_BYTES[self.dtype]
-        self.widths = widths_of(params)
+        self.widths = part_widths(params)
         self.slots = params["kv_heads"] * params["page_size"]
         self.row_bytes = sum(self.slots * width * self.bytes for width in self.widths)
         self.page_bytes = page_elements(params) * self.bytes
@@ -54,37 +60,34 @@ class Pages:
         return e.at(self.pool, e.mul(page, self.page_bytes)), e.rem(position, p["page_size"])
 
     def rows(self, page: Value, slot: Value, head: Value) -> tuple[Value, ...]:
-        """Pointers to a key row and its value row."""
-        e = self.e
+        """Pointers to the row of each part."""
+        e, before, found = self.e, 0, []
         row = e.add(e.mul(head, self.params["page_size"]), slot)
-        key = e.at(page, e.mul(row, self.widths[0] * self.bytes))
-        return key, *(e.at(page, e.add(e.mul(row, width * self.bytes), self.slots * self.widths[0] * self.bytes))
-                      for width in self.widths[1:])
+        for width in self.widths:
+            start = e.mul(row, width * self.bytes)
+            found.append(e.at(page, e.add(start, before) if before else start))
+            before += self.slots * width * self.bytes
+        return tuple(found)
 
     def scales(self, page: Value, slot: Value, head: Value) -> tuple[Value, ...]:
-        """Pointers to a key row's scale and its value row's; none where rows have no scales."""
+        """Pointers to the scale of each part's row; none where rows have no scales."""
         if not self.params["scale"]:
             return ()
         e = self.e
-        key = e.at(e.at(page, self.row_bytes), e.add(e.mul(head, self.params["page_size"]), slot), "f32")
-        return key, *(e.at(key, self.slots, "f32") for _ in self.widths[1:])
-
-
-def widths_of(params: Mapping[str, Any]) -> tuple[int, ...]:
-    """Widths of a state's parts."""
-    return tuple(width for width in (params["width"], params["value_width"]) if width)
+        first = e.at(e.at(page, self.row_bytes), e.add(e.mul(head, self.params["page_size"]), slot), "f32")
+        return first, *(e.at(first, i * self.slots, "f32") for i in range(1, len(self.widths)))
 
 
 def page_elements(params: Mapping[str, Any]) -> int:
     """Elements of a page; its scales count as so many."""
     slots, scale = params["kv_heads"] * params["page_size"], DTYPE_BYTES.get(params["scale"], 0)
-    widths = widths_of(params)
+    widths = part_widths(params)
     return slots * (sum(widths) + len(widths) * scale // DTYPE_BYTES[params["dtype"]])
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows of a block are. Parts: keys, values if there are, and, if there are, the scales of both; ``piece`` rows
+    """Where the rows of a block are. Parts: those of the state and, if there are, the scales of each; ``piece`` rows
     of a part follow one another. ``starts`` are pointers to the parts, or, with several pieces, to a table of pointers
     to the parts of each."""
 
@@ -96,12 +99,12 @@ class Place:
         """(pointer to a part's piece, row within it) of a key of the block."""
         if self.table is None:
             return self.starts[part], key
-        entry = e.add(e.mul(e.div(key, self.piece), len(PARTS)), part)
+        entry = e.add(e.mul(e.div(key, self.piece), PARTS), part)
         return e.load(e.at(self.table, entry, PTR), PTR, 8), e.rem(key, self.piece)
 
 
-PARTS = ("keys", "values", "key scales", "value scales")
-"""All that there may be of a block."""
+PARTS = 4
+"""Entries of a piece in a table of pointers: keys, values, and the scales of either."""
 
 
 class Copies:
@@ -141,7 +144,7 @@ class Block:
         self.piece = piece if self.in_place else self.size
         self.table = self.next = None
         if self.piece < self.size:
-            self.table, self.next = (room(e, self.size // self.piece * len(PARTS), "i64") for _ in range(2))
+            self.table, self.next = (room(e, self.size // self.piece * PARTS, "i64") for _ in range(2))
         self.copies = None if self.in_place else Copies(e, params, pages)
 
     def _piece(self, request: Value, head: Value, position: Value) -> tuple[Value, ...]:
@@ -165,7 +168,7 @@ class Block:
     def _found(self, request: Value, head: Value, low: Value, high: Value, table: Value) -> Place:
         e = self.e
         with e.loop(e.sub(low, e.rem(low, self.piece)), high, self.piece) as position:
-            entry = e.mul(e.div(e.rem(position.index, self.size), self.piece), len(PARTS))
+            entry = e.mul(e.div(e.rem(position.index, self.size), self.piece), PARTS)
             for part, start in enumerate(self._piece(request, head, e.max(position.index, low))):
                 e.store(start, e.at(table, e.add(entry, part), PTR), 8)
         return Place((), self.piece, table)

@@ -110,33 +110,53 @@ def walk(e: Emitter, weight: Packed, codes: Rows, scales: Rows, init: Sequence[V
     format, k = weight.format, weight.k
     per_super = format.superblock // SPAN
     code_bytes, scale_bytes = code_layout(format).vectors * 32, scale_layout(format).bytes
-    inner = _LEVELS[format.scale]
+    shared, groups = _LEVELS[format.scale]
     with e.loop(0, k // format.superblock, init=init) as outer:
         here = scales.at(e, e.mul(outer.index, scale_bytes))
         first = e.mul(outer.index, per_super)
+        common = shared(e, format, here)
 
-        def run(span: Value, groups: Sequence[Group], carried: Sequence[Value]) -> Sequence[Value]:
-            return body(e.mul(span, SPAN), codes.at(e, e.mul(span, code_bytes)), groups, carried)
+        def run(span: Value, found: Sequence[Group], carried: Sequence[Value]) -> Sequence[Value]:
+            return body(e.mul(span, SPAN), codes.at(e, e.mul(span, code_bytes)), found, carried)
 
-        outer.end(*inner(e, format, here, first, outer.args, run))
+        if per_super == 1:
+            outer.end(*run(first, groups(e, format, here, common, first), outer.args))
+        else:
+            with e.loop(0, per_super, init=outer.args) as loop:
+                found = groups(e, format, here, common, loop.index)
+                loop.end(*run(e.add(first, loop.index), found, loop.args))
+            outer.end(*loop.results)
     return outer.results
 
 
-def _one_level(e, format, here, first, carried, run):
-    return run(first, [Group(*_halves(e, format, here))], carried)
+def span_at(e: Emitter, weight: Packed, codes: Rows, scales: Rows, span: Value) -> tuple[Rows, Sequence[Group]]:
+    """Where the codes of 32 columns of a unit of rows of an integer format lie, and their groups, as ``walk`` has them."""
+    format = weight.format
+    per_super = format.superblock // SPAN
+    shared, groups = _LEVELS[format.scale]
+    here = scales.at(e, e.mul(e.div(span, per_super), scale_layout(format).bytes))
+    found = groups(e, format, here, shared(e, format, here), e.rem(span, per_super))
+    return codes.at(e, e.mul(span, code_layout(format).vectors * 32)), found
 
 
-def _six_bits(e, format, here, first, carried, run):
-    scale1, min1 = _halves(e, format, here)
-    with e.loop(0, format.superblock // SPAN, init=carried) as loop:
-        triple = here.at(e, e.add(e.mul(e.shr(loop.index, 1), 24), 32))
-        s, m, low = (e.cast("extui", triple.at(e, 8 * i).load(e, "i8"), "i32") for i in range(3))
-        odd = e.compare("ne", e.and_(loop.index, 1), 0)
-        scale0 = e.select(odd, _joined(e, e.and_(low, 15), s), e.and_(s, 63))
-        min0 = e.select(odd, _joined(e, e.shr(low, 4), m), e.and_(m, 63))
-        scale, minimum = (e.mul(e.cast("sitofp", v, "f32"), by) for v, by in ((scale0, scale1), (min0, min1)))
-        loop.end(*run(e.add(first, loop.index), [Group(scale, minimum)], loop.args))
-    return loop.results
+# --- groups of a span: what its superblock's spans share, and of each span from that ---------------------------------
+
+def _nothing(e, format, here) -> tuple[Value, ...]:
+    return ()
+
+
+def _one_level(e, format, here, shared, span) -> list[Group]:
+    return [Group(*_halves(e, format, here))]
+
+
+def _six_bits(e, format, here, shared, span) -> list[Group]:
+    scale1, min1 = shared
+    triple = here.at(e, e.add(e.mul(e.shr(span, 1), 24), 32))
+    s, m, low = (e.cast("extui", triple.at(e, 8 * i).load(e, "i8"), "i32") for i in range(3))
+    odd = e.compare("ne", e.and_(span, 1), 0)
+    scale0 = e.select(odd, _joined(e, e.and_(low, 15), s), e.and_(s, 63))
+    min0 = e.select(odd, _joined(e, e.shr(low, 4), m), e.and_(m, 63))
+    return [Group(*(e.mul(e.cast("sitofp", v, "f32"), by) for v, by in ((scale0, scale1), (min0, min1))))]
 
 
 def _joined(e: Emitter, low: Value, top: Value) -> Value:
@@ -144,19 +164,13 @@ def _joined(e: Emitter, low: Value, top: Value) -> Value:
     return e.or_(low, e.shl(e.shr(top, 6), 4))
 
 
-def _eight_bits(e, format, here, first, carried, run):
-    (scale1,) = _halves(e, format, here)
-    with e.loop(0, format.superblock // SPAN, init=carried) as loop:
-        at = here.at(e, e.add(e.mul(loop.index, 16), 16))
-        groups = [
-            Group(e.mul(e.cast("sitofp", e.cast("extsi", at.at(e, 8 * i).load(e, "i8"), "i32"), "f32"), scale1))
-            for i in range(2)
-        ]
-        loop.end(*run(e.add(first, loop.index), groups, loop.args))
-    return loop.results
-
-
-_LEVELS = {("f16",): _one_level, ("u6", "f16"): _six_bits, ("i8", "f16"): _eight_bits}
+def _eight_bits(e, format, here, shared, span) -> list[Group]:
+    (scale1,) = shared
+    at = here.at(e, e.add(e.mul(span, 16), 16))
+    return [
+        Group(e.mul(e.cast("sitofp", e.cast("extsi", at.at(e, 8 * i).load(e, "i8"), "i32"), "f32"), scale1))
+        for i in range(2)
+    ]
 
 
 def _halves(e: Emitter, format: WeightFormat, here: Rows) -> list[Value]:
@@ -166,6 +180,10 @@ def _halves(e: Emitter, format: WeightFormat, here: Rows) -> list[Value]:
         return [scale]
     minimum = here.at(e, 16).load_floats(e, "f16")
     return [scale, minimum if format.min_sign > 0 else e.neg(minimum)]
+
+
+_LEVELS = {("f16",): (_nothing, _one_level), ("u6", "f16"): (_halves, _six_bits), ("i8", "f16"): (_halves, _eight_bits)}
+"""Levels of a format's scales → (what spans of a superblock share, a span's groups from that)."""
 
 
 # --- codes of a span --------------------------------------------------------------------------------------------------
