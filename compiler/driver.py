@@ -37,6 +37,9 @@ DIVERGENCE = {"f16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "int4": 5e-1}
 PROFILE_CONTEXT = 1024
 """Cache rows that the profile table assumes a request has."""
 
+NO_END = 32768
+"""Tokens of a request of a model that sets no end to them, such as most recurrent ones, where no option says more."""
+
 COVERAGE_TOKENS = 1
 """Tokens of the step whose FLOPs and bytes coverage gives shares of."""
 
@@ -175,7 +178,7 @@ def _survey(captured: "Program", setup: "_Setup") -> Survey:
     run_passes(whole, passes[:decompose])
     decomposed = whole.copy()
     run_passes(decomposed, passes[decompose : decompose + 1])
-    context = min(PROFILE_CONTEXT, setup.context(captured) or PROFILE_CONTEXT)
+    context = min(PROFILE_CONTEXT, setup.context(captured))
     symbols = {"T": COVERAGE_TOKENS, "R": 1, "S": 1, "C": context}
     return Survey(tuple(survey(captured, whole, decomposed, setup.codegen, setup.codegen.packed_bytes, symbols)),
                   COVERAGE_TOKENS, context)
@@ -262,8 +265,9 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
 @dataclass(frozen=True)
 class Sizes:
     """What is known of a model from its configuration alone. ``weights`` are bytes of the files, as it says that they are
-    stored; ``cache_token`` and ``cache_request`` bytes with ``kv`` rows and ``context`` tokens; ``bodies`` how many
-    places call each distinct body; ``notes`` what to know of how this was found."""
+    stored; ``cache_token`` and ``cache_request`` bytes with ``kv`` rows and ``context`` tokens; ``cache_fixed`` what of the
+    latter is there whatever the length, by what it is; ``bodies`` how many places call each distinct body; ``notes``
+    what to know of how this was found."""
 
     model: str
     architecture: str
@@ -274,6 +278,7 @@ class Sizes:
     context: int
     cache_token: int
     cache_request: int
+    cache_fixed: dict[str, int]
     bodies: dict[str, int]
     coverage: Survey
     profile: "list[ProfileRow]"
@@ -294,7 +299,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     from adaptc.passes.pipeline import lower_to, run_passes
     from adaptc.passes.store_states import StoreStates
     from adaptc.planner.profile import profile
-    from adaptc.planner.sizes import active, cache_bytes
+    from adaptc.planner.sizes import active, cache_bytes, fixed_bytes
     from adaptc.sources import open_described
 
     setup = _Setup.of(target, CompileOptions.of(options))
@@ -305,7 +310,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     with _timed(spent, "fuse"):
         whole = lower_to(captured, "sharded").last.copy()
     kv = source.dtype.name if setup.options.kv == "auto" else setup.options.kv
-    context = setup.context(captured) or PROFILE_CONTEXT
+    context = setup.context(captured)
     run_passes(whole, (StoreStates(kv, setup.options.page_size, setup.target.key_block, context),))
     with _timed(spent, "coverage"):
         coverage = _survey(captured, setup)
@@ -317,7 +322,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     token, request = cache_bytes(whole, context)
     stored = sum(source.formats[name].published_bytes(shape) for name, shape in source.shapes.items())
     return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements), stored,
-                 kv, context, token, request, _bodies(whole), coverage, rows, spent,
+                 kv, context, token, request, fixed_bytes(whole), _bodies(whole), coverage, rows, spent,
                  (*source.notes(), *whole.fact("format_notes", ())))
 
 
@@ -419,11 +424,11 @@ class _Setup:
         return used if used and used.choices else None
 
     def context(self, program: "Program") -> int:
-        """Tokens a request may have: what was asked for, or what the model's config says."""
+        """Tokens a request may have: what was asked for, or what the model's config says, or else ``NO_END``."""
         most = program.fact("context")
         if most and self.options.max_context > most:
             raise OptionError(f"max_context is {self.options.max_context}, but the model's positions end at {most}.")
-        return self.options.max_context or most
+        return self.options.max_context or most or NO_END
 
     def pass_options(self, program: "Program") -> CompileOptions:
         """What the passes are told: the context as a number of tokens."""

@@ -35,7 +35,8 @@ class CompileOptions:
     page_size       tokens in one page of a cache
     max_step_tokens tokens one step can process; buffers are planned for it
     max_requests    requests one step can serve, and rows whose logits one step can give
-    max_context     tokens a request may have, prompt included; 0 = what the model's config says
+    max_context     tokens a request may have, prompt included; 0 = what the model's config says, or
+                    32768 where it sets no end, as for many recurrent models
     level           levels of the kernels, by comma, e.g. x86-64-v3,x86-64-v4+avx512vnni: the artifact holds each, and
                     loading chooses; native = this machine's highest; "" = the target's default
     trust_remote_code  runs modelling code that lies in the model's folder; off, only transformers' own

@@ -159,6 +159,7 @@ def sizes_text(found) -> str:
         ("weights as stored", f"{found.weights:,} bytes"),
         (f"cache ({found.kv}), a token", f"{found.cache_token:,} bytes"),
         (f"cache, a request of {found.context} tokens", f"{found.cache_request:,} bytes"),
+        *((f"of it whatever its length, {name}", f"{size:,} bytes") for name, size in found.cache_fixed.items()),
         ("distinct bodies", ", ".join(f"{name} × {count}" for name, count in found.bodies.items()) or "none"),
     )
     return "\n\n".join([

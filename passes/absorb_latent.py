@@ -29,7 +29,7 @@ PART = "latent"
 
 @dataclass(frozen=True)
 class AbsorbLatent:
-    """attention(q, k, v) → latent_attention over one row a token, where the columns of every head's keys are rows of one
+    """attention(q, k, v [, rows]) → latent_attention over one row a token, where columns of every head's keys are rows of one
     matrix times a latent, or columns that all heads share; and those of its values are rows of a matrix times the same
     latent. The matrices are applied to queries and results (``head_linear``), as they are stored. The fact "restated"
     names the states that then keep other rows than the captured program says.
@@ -144,6 +144,7 @@ class _Latent:
             other = _columns(b, query, 0, self.first) if self.first else _columns(b, query, last, end)
             taken = b.concat(taken, other, axis=2)
         result = b.latent_attention(taken, row, positions, requests, state, *rows, scaling=node.attrs["scaling"],
+                                    extras=node.attrs.get("extras", ()),
                                     value_width=spec(self.latent).shape[1])
         return self.values.apply(b, result, transposed=False)
 

@@ -1,28 +1,38 @@
 """Every causal language model class of transformers as a tiny random model: compiled, and compared with its own forward.
 
-    python tests/every_class.py [CLASS ...] [--seeds 3] [--jobs 2] [--page docs/coverage.md]
+    python tests/every_class.py [CLASS ...] [--seeds 3] [--jobs 2] [--results FILE] [--page docs/coverage.md]
 
-A class runs in a process of its own, as some need more memory or time than a test may have. Its reference is the
-class's own forward without a cache, recomputed for every step, without being told positions. Two requests in a batch,
-chunks and single tokens must give the bits of one shot, and the rows of the reference: a prompt, then steps whose
-tokens are given. Steps whose best two logits, or whose router's last choice and the next, nearly tie aren't counted.
+A class runs in a process of its own, forked when everything is imported, as some need more memory or time than a test
+may have. Its reference is the class's own forward without a cache, recomputed for every step, without being told
+positions; where what it computes with its own cache agrees with that, that too. Two requests in a batch, chunks and
+single tokens must give the bits of one shot, and the rows of the reference: a prompt, then steps whose tokens are given.
+Steps whose best two logits, or whose router's last choice and the next, nearly tie aren't counted.
+
+What is found is a line of ``--results`` as soon as it is found. Classes that are named run, else those of which the file
+has no line with as many seeds; the page is made of the whole file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import resource
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
+
+RESULTS = Path(__file__).parent.parent / "build" / "every_class.jsonl"
 
 PROMPT, STEPS = 17, 24
 PAGE = 4
@@ -34,6 +44,9 @@ TOLERANCE = 1e-4
 NEAR_TIE = 1e-3
 """Steps whose best two logits are closer aren't counted."""
 
+COUNTED = 0.5
+"""Least share of rows that must count."""
+
 SECONDS, GIGABYTES = 300, 8
 """What a class may take."""
 
@@ -41,42 +54,39 @@ SECONDS, GIGABYTES = 300, 8
 @dataclass
 class Outcome:
     """What became of a class. ``status``: "matched", "wrong", "refused" (by adaptc, with its sentence), "doesn't run"
-    (in transformers itself), or "failed" (neither: a defect). ``worst``: largest difference of a counted row;
-    ``counted``: share of rows; ``states``: what requests keep, in words."""
+    (in transformers itself, given tokens alone), or "failed" (neither: a defect). ``worst``: largest difference of a counted row;
+    ``counted``: smallest share of rows of a seed; ``states``: what requests keep, in words; ``cached``: whether what the class computes with
+    its own cache "agrees" with its recomputation (and then with ours), "differs", or "fails"."""
 
     name: str
-    model_type: str = ""
     status: str = "failed"
     said: str = ""
     worst: float | None = None
     counted: float | None = None
     states: tuple[str, ...] = ()
+    cached: str = ""
+    seeds: int = 0
     seconds: float = 0.0
 
 
-def classes() -> dict[str, str]:
-    """Class → model_type of every ``*ForCausalLM`` that transformers maps a configuration to."""
+def classes() -> list[str]:
+    """Every ``*ForCausalLM`` that transformers maps a configuration to."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
-    found: dict[str, str] = {}
-    for model_type, name in names.items():
-        for one in name if isinstance(name, tuple) else (name,):
-            if one.endswith("ForCausalLM"):
-                found.setdefault(one, model_type)
-    return dict(sorted(found.items()))
+    found = (one for name in names.values() for one in (name if isinstance(name, tuple) else (name,)))
+    return sorted({one for one in found if one.endswith("ForCausalLM")})
 
 
-def build(name: str, model_type: str, seed: int):
+def build(name: str, seed: int):
     """The class with random weights that don't give flat logits."""
     import torch
     import transformers
     from families import randomise
     from tiny_configs import tiny
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(seed)
-    kind = CONFIG_MAPPING[model_type]
-    model = getattr(transformers, name)(kind(**tiny(kind))).float().eval()
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**tiny(kind.config_class))).float().eval()
     randomise(model)
     return model
 
@@ -91,6 +101,25 @@ def recomputed(model, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         row, margin = forward(model, list(tokens[:end]))
         logits, margins = np.concatenate([logits, row[-1:]]), np.concatenate([margins, margin[-1:]])
     return logits, margins
+
+
+CACHES = ("cache", "past_key_values", "cache_params", "state")
+"""What forwards call the cache that they return, and take."""
+
+
+def generated(model, tokens: Sequence[int]) -> np.ndarray:
+    """As ``recomputed``'s logits, with the class's own cache."""
+    import torch
+
+    rows, kept = [], {}
+    with torch.inference_mode():
+        for piece in (tokens[:PROMPT], *([token] for token in tokens[PROMPT:])):
+            out = model(torch.tensor([piece]), use_cache=True, **kept)
+            kept = {name: out[name] for name in CACHES if out.get(name) is not None}
+            if not kept:
+                raise ValueError("it returns no cache")
+            rows.append(out.logits[0].float().numpy())
+    return np.concatenate(rows)
 
 
 def served(artifact: Path, tokens: Sequence[int], other: Sequence[int]) -> tuple[np.ndarray, list[str]]:
@@ -119,61 +148,112 @@ def states(artifact: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-def check(name: str, model_type: str, seeds: int) -> Outcome:
+def check(name: str, seeds: int) -> Outcome:
     """In this process."""
     from adaptc.errors import AdaptcError
     from families import NEAR_TIE as NEAR_CHOICE
     from families import compile_family, tokens_of
 
-    found, start = Outcome(name, model_type), time.perf_counter()
-    worst, counted = 0.0, []
+    found, start = Outcome(name, seeds=seeds, worst=0.0, counted=1.0), time.perf_counter()
+
+    def ended(status: str, said: str = "") -> Outcome:
+        found.status, found.said, found.seconds = status, said, time.perf_counter() - start
+        if status not in ("matched", "wrong"):
+            found.worst = found.counted = None
+        return found
+
     for seed in range(seeds):
         tokens, other = tokens_of(PROMPT + STEPS, seed), tokens_of(11, seed + 100)
-        try:
-            model = build(name, model_type, seed)
-            expected, margins = recomputed(model, tokens)
-        except Exception as error:
-            return _ended(found, start, "doesn't run", f"{type(error).__name__}: {error}")
         with tempfile.TemporaryDirectory() as place:
             folder, artifact = Path(place) / "model", Path(place) / "a.adapt"
             try:
+                model = build(name, seed)
+                expected, margins = recomputed(model, tokens)
                 model.save_pretrained(folder)
             except Exception as error:
-                return _ended(found, start, "doesn't run", f"saving it: {type(error).__name__}: {error}")
+                return ended("doesn't run", f"{type(error).__name__}: {error}")
+            try:
+                cached = generated(model, tokens)
+            except Exception:  # whatever a class raises whose cache doesn't work so
+                cached = None
             try:
                 compile_family(folder, artifact, page_size=PAGE)
                 got, other_bits = served(artifact, tokens, other)
             except AdaptcError as error:
-                return _ended(found, start, "refused", f"[{error.code}] {error}")
+                return ended("refused", f"[{error.code}] {error}")
             found.states = states(artifact)
         best = np.sort(expected, 1)
         keep = (best[:, -1] - best[:, -2] >= NEAR_TIE) & (margins >= NEAR_CHOICE)
-        error = np.abs(got - expected).max(1) / np.abs(expected).max(1)
-        worst, counted = max(worst, float(error[keep].max())), [*counted, float(keep.mean())]
+        found.counted = min(found.counted, float(keep.mean()))
+        if found.counted < COUNTED:
+            return ended("wrong", f"only {found.counted:.0%} of the rows count")
+        found.worst = max(found.worst, apart_by(got, expected, keep))
         if other_bits:
-            return _ended(found, start, "wrong", f"other bits than one shot: {', '.join(other_bits)}")
-    found.worst, found.counted = worst, float(np.mean(counted))
-    return _ended(found, start, "matched" if worst <= TOLERANCE else "wrong", "")
+            return ended("wrong", f"other bits than one shot: {', '.join(other_bits)}")
+        found.cached = "fails" if cached is None else "differs"
+        if cached is not None and apart_by(cached, expected, keep) <= TOLERANCE:
+            found.cached, found.worst = "agrees", max(found.worst, apart_by(got, cached, keep))
+        if not found.worst <= TOLERANCE:
+            return ended("wrong")
+    return ended("matched")
 
 
-def _ended(found: Outcome, start: float, status: str, said: str) -> Outcome:
-    found.status, found.said, found.seconds = status, said, time.perf_counter() - start
-    return found
+def apart_by(got: np.ndarray, expected: np.ndarray, keep: np.ndarray) -> float:
+    """The largest difference of a row that counts, as a share of the row's largest logit."""
+    return float((np.abs(got - expected).max(1) / np.abs(expected).max(1))[keep].max())
 
 
-def apart(name: str, model_type: str, seeds: int) -> Outcome:
-    """In a process of its own."""
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as out:
-        command = [sys.executable, __file__, "--one", name, model_type, str(seeds), out.name]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS * seeds)
-        except subprocess.TimeoutExpired:
-            return Outcome(name, model_type, said=f"took more than {SECONDS * seeds} s")
-        text = out.read()
-    if not text:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        return Outcome(name, model_type, said=f"ended with {done.returncode}: {''.join(last)[:300]}")
-    return Outcome(**json.loads(text))
+def apart(names: Sequence[str], seeds: int, jobs: int) -> Iterator[Outcome]:
+    """Outcomes of classes as they come, each of a process of its own, ``jobs`` at once."""
+    context = multiprocessing.get_context("fork")
+    waiting, running = list(names), {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            said = tempfile.TemporaryFile()
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_one, args=(name, seeds, theirs, said.fileno()))
+            process.start()
+            theirs.close()
+            running[ours] = process, time.perf_counter() + SECONDS * seeds, said, Outcome(name, seeds=seeds)
+        ready = wait(list(running), timeout=1)
+        for end in list(running):
+            process, limit, said, found = running[end]
+            if end in ready:
+                try:
+                    found = end.recv()
+                except EOFError:
+                    process.join()
+                    said.seek(0)
+                    last = said.read().decode(errors="replace").strip().splitlines()[-1:]
+                    found.said = f"ended with {process.exitcode}: {''.join(last)[:300]}"
+            elif time.perf_counter() > limit:
+                os.killpg(process.pid, signal.SIGKILL)
+                found.said = f"took more than {SECONDS * seeds} s"
+            else:
+                continue
+            process.join()
+            del running[end]
+            yield found
+
+
+def _one(name: str, seeds: int, end, said: int) -> None:
+    """The whole of a process that ``apart`` starts: in a group with those that it starts, so that all of them end."""
+    os.setpgid(0, 0)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES << 30, GIGABYTES << 30))
+    from adaptc.sources import derived
+
+    try:
+        # the processes before it have imported transformers, and changed none of its classes
+        with mock.patch.object(derived, "classes_may_be_changed", lambda: False):
+            found = check(name, seeds)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        found = Outcome(name, seeds=seeds, said=f"{type(error).__name__}: {error} "
+                        f"({Path(where.filename).name}:{where.lineno})")
+    end.send(found)
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
@@ -200,37 +280,49 @@ def page(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def kept(path: Path) -> dict[str, Outcome]:
+    """What a file of results says of each class: the last line about it."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [Outcome(**json.loads(line)) for line in lines]
+    return {one.name: one for one in found}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="CLASS", help="classes; all of them by default")
+    parser.add_argument("names", nargs="*", metavar="CLASS", help="classes; by default those that FILE lacks")
     parser.add_argument("--seeds", type=int, default=1, help="how many sets of weights and tokens")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
-    parser.add_argument("--page", type=Path, help="writes what was found here, for people")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="where what is found is kept")
+    parser.add_argument("--page", type=Path, help="writes what FILE has here, for people")
     given = parser.parse_args()
-    known = classes()
-    wanted = {name: known[name] for name in given.names or known}
-
-    def run(name: str) -> Outcome:
-        found = apart(name, wanted[name], given.seeds)
-        worst = "" if found.worst is None else f"{found.worst:.1e} ({found.counted:.0%} counted)"
-        print(f"{found.status:11} {name} {worst} {' '.join(found.said.split())[:200]} {found.seconds:.0f}s", flush=True)
-        return found
-
-    with ThreadPoolExecutor(given.jobs) as pool:
-        outcomes = list(pool.map(run, wanted))
+    known, before = classes(), kept(given.results)
+    names = given.names or [name for name in known if name not in before or before[name].seeds < given.seeds]
+    given.results.parent.mkdir(parents=True, exist_ok=True)
+    import_all()
+    with given.results.open("a") as results:
+        for found in apart(names, given.seeds, given.jobs):
+            print(json.dumps(asdict(found)), file=results, flush=True)
+            worst = "" if found.worst is None else f"{found.worst:.1e} ({found.counted:.0%} counted)"
+            print(f"{found.status:11} {found.name} {worst} {' '.join(found.said.split())[:200]} {found.seconds:.0f}s",
+                  flush=True)
+    now = kept(given.results)
     if given.page:
-        given.page.write_text(page(outcomes))
-    return sum(one.status in ("wrong", "failed") for one in outcomes)
+        given.page.write_text(page([now[name] for name in known if name in now]))
+    return sum(one.status in ("wrong", "failed") for one in now.values())
 
 
-def _one(name: str, model_type: str, seeds: str, out: str) -> None:
-    """The whole of a process that ``apart`` starts."""
-    resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES << 30, GIGABYTES << 30))
-    Path(out).write_text(json.dumps(asdict(check(name, model_type, int(seeds)))))
+def import_all() -> None:
+    """What every class needs, once."""
+    import torch
+    import transformers.conversion_mapping  # noqa: F401
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    import adaptc.capture.pipeline  # noqa: F401
+    import adaptc.passes.pipeline  # noqa: F401
+    import adaptc.runtime.session  # noqa: F401
+
+    torch.set_num_threads(1)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        _one(*sys.argv[2:])
-    else:
-        sys.exit(min(main(), 1))
+    sys.exit(min(main(), 1))

@@ -134,7 +134,8 @@ def randomise(model) -> None:
     import torch
 
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+        biases = ((name, buffer) for name, buffer in persistent_buffers(model) if buffer.ndim <= 1)
+        for name, tensor in [*model.named_parameters(), *biases]:  # other buffers are tables that constructors compute
             if not tensor.is_floating_point():
                 continue
             vector = tensor.ndim <= 1 or name.endswith("bias")
@@ -166,11 +167,11 @@ def forward(model, tokens) -> tuple[np.ndarray, np.ndarray]:
     original = torch.Tensor.topk
 
     def topk(scores, k, *args, **kwargs):
-        rows = scores.flatten(0, -2)
-        if rows.ndim == 2 and rows.shape[0] == len(tokens) and k < rows.shape[1]:
-            ordered = original(rows.float(), k + 1, dim=-1).values
-            margin = (ordered[:, k - 1] - ordered[:, k]).masked_fill(ordered[:, k] <= MASKED, np.inf)
-            margins[:] = np.minimum(margins, margin.detach().numpy())
+        if scores.numel() == len(tokens) * scores.shape[-1] and k < scores.shape[-1]:
+            ordered = original(scores.reshape(len(tokens), -1).float(), k + 1).values
+            margin = ordered[:, k - 1] - ordered[:, k]  # nan or beyond all scores: what is masked isn't chosen from
+            margin = margin.masked_fill(ordered[:, k] <= MASKED, np.inf).detach().numpy()
+            margins[:] = np.fmin(margins, margin)
         return original(scores, k, *args, **kwargs)
 
     with mock.patch.object(torch, "topk", topk), mock.patch.object(torch.Tensor, "topk", topk), torch.inference_mode():

@@ -108,6 +108,12 @@ def find(artifact: Path, op: str, module: str, which: int = 0) -> int:
     return [o.id for o in Subject(artifact).plan.operators() if (o.op, o.source) == (op, module)][which]
 
 
+def never_fresh(text: str) -> str:
+    """A kernel over slots that takes what lies in the slot it writes for a request's value, where there is none yet."""
+    found = re.search(r"(%v\d+) = arith.cmpi slt, .*\n\s*%v\d+ = arith.select \1, .*\n", text)
+    return text[: found.end()] + "%never = arith.constant false\n" + re.sub(rf"{found[1]}\b", "%never", text[found.end() :])
+
+
 def off_by_one(text: str) -> str:
     """A ``top_k`` kernel whose last choice is one further than it should be."""
     stored, count = re.subn(r"(%\w+) = arith.trunci (%\w+) : i64 to i32",

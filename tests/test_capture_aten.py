@@ -7,11 +7,48 @@ import pytest
 import torch
 from test_capture import close, logits, tokens_of, weights
 from test_capture_errors import error, llama
+from torch.nn import functional as F
 
 from adaptc.backends.reference.interpreter import Reference
 from adaptc.capture import capture_module
 
+
+
+def small(x):
+    """From 0 to about 1e-6: what 1 + x keeps nothing or next to nothing of."""
+    return x.abs() * 1e-6
+
+
+def windows(m, x):
+    """Of each token and the two before it."""
+    return F.pad(x.transpose(1, 2), (2, 0)).unfold(-1, 3, 1).flip(-1)[..., 0].transpose(1, 2)
+
+
+def depthwise(m, x):
+    """As nn.Conv1d computes it with padding, cut to the number of tokens, before and after an activation."""
+    weight, bias = torch.linspace(-1, 1, 96).view(32, 1, 3), torch.linspace(-0.5, 0.5, 32)
+    x = x.transpose(1, 2)
+    plain = F.conv1d(x, weight, bias, padding=2, groups=32)[..., : x.shape[2]]
+    return (plain + F.silu(F.conv1d(x, weight, padding=2, groups=32))[:, :, : x.shape[2]]).transpose(1, 2)
+
+
+def grouped(m, x):
+    """A convolution of groups of channels over one of each channel, whose bias is there before the first token too."""
+    one, more = torch.linspace(-1, 1, 64).view(32, 1, 2), torch.linspace(-0.3, 0.4, 32 * 8 * 3).view(32, 8, 3).sin()
+    bias = torch.linspace(-0.5, 0.5, 32)
+    x = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), one, bias, groups=32)
+    return F.conv1d(x, more, bias + 0.1, groups=4).transpose(1, 2)
+
+
 FUNCTIONS = {
+    "convolution": depthwise,
+    "convolution_of_groups": grouped,
+    "windows": lambda m, x: windows(m, x) + F.pad(x, (0, 0, 1, -1)),
+    "tokens_before": lambda m, x: torch.cat((x.new_ones(1, 2, 32), x[:, :-2]), 1),
+    "log1p_of_little": lambda m, x: torch.log1p(small(x)) * 1e6 + torch.log1p(x.abs()),
+    "softplus": lambda m, x: F.softplus(x * 8 - 13) * 1e5 + F.softplus(x * 30) + F.softplus(x, 0.5),
+    "logsigmoid": lambda m, x: F.logsigmoid(8 * x + 13) * 1e5 + F.logsigmoid(30 * x),
+    "weight_times_columns": lambda m, x: (torch.linspace(-1, 1, 32 * 32).view(32, 32) @ x.transpose(1, 2)).transpose(1, 2),
     "rsub_alpha": lambda m, x: torch.rsub(x, 2.0 * x + 1, alpha=3),
     "sub_alpha": lambda m, x: torch.sub(x, x + 1, alpha=3),
     "add_alpha": lambda m, x: torch.add(x, x * x, alpha=-0.5),

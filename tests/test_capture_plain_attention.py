@@ -12,6 +12,8 @@ import pytest
 import torch
 from test_capture import SMALL, build, close, logits, tokens_of, weights
 from transformers import LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.inkling.modeling_inkling import InklingRelativeLogits, eager_attention_forward
 from transformers.models.llama import modeling_llama
 
 from adaptc.backends.reference.interpreter import Reference
@@ -137,6 +139,16 @@ def sdpa_slanted(m, q, k, v, mask):
     i, j = counted(q.shape[2])
     bias = (0.5 * (j - i)).masked_fill(j > i, -math.inf).expand(1, 4, -1, -1)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def by_interface(m, q, k, v, mask, extent=WINDOW, steps=1):
+    """Inkling's bias, of each query by distance, given to the attention interface."""
+    positions = torch.arange(q.shape[2])
+    bias = InklingRelativeLogits.forward(mock.Mock(proj=m.profiles, rel_extent=extent), q.transpose(1, 2), positions,
+                                         positions * steps)
+    scale = (1 + positions.float() / 8).view(1, 1, -1, 1)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(m.config._attn_implementation, eager_attention_forward)
+    return function(m, q, k[:, ::2], v[:, ::2], mask, scaling=0.3, position_bias=bias * scale)[0].transpose(1, 2)
 
 
 def sdpa_causal(m, q, k, v, mask):
@@ -271,7 +283,10 @@ def model() -> torch.nn.Module:
     module = build(LlamaConfig(**SMALL | dict(num_hidden_layers=1)))
     most = module.config.max_position_embeddings + 16
     table = tril(most).view(1, 1, most, most)
-    module.model.layers[0].self_attn.register_buffer("table", table, persistent=False)
+    attention = module.model.layers[0].self_attn
+    attention.register_buffer("table", table, persistent=False)
+    attention.register_buffer("profiles", torch.randn(8, WINDOW, generator=torch.Generator().manual_seed(0)),
+                              persistent=False)
     return module
 
 
@@ -305,6 +320,37 @@ def test_what_is_not_known_to_be_causal_is_refused(function):
     assert REFUSED[function] in message, message
     assert "model.layers.0.self_attn" in message
     assert re.search(r"test_capture_plain_attention\.py:\d+", message), message
+
+
+def other_distances(m, q, k, v, mask):
+    return by_interface(m, q, k, v, mask, steps=2)
+
+
+def test_a_bias_by_distance_of_each_query_is_raised():
+    module = model()
+    with patched(by_interface):
+        program = capture_module(module, module.config)
+        expected = logits(module, tokens_of(20, 20))
+    (op,) = (op for _, op in program.operators() if short_name(op) == "attention")
+    assert attrs_of(op)["extras"] == ("distances",)
+    close(Reference(program, weights(module)).score(tokens_of(20, 20), 3), expected)
+    with patched(other_distances), pytest.raises(CaptureError, match="isn't chosen by distance alone"):
+        capture_module(module, module.config)
+
+
+def test_layers_that_share_keys_and_values_have_one_state():
+    module, kept = build(LlamaConfig(**SMALL | dict(num_hidden_layers=3))), {}
+
+    def shared(m, q, k, v, mask):
+        k, v = kept[m.layer_idx] = kept[0] if m.layer_idx == 1 else (k[:, ::2], v[:, ::2])
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(m.config._attn_implementation, eager_attention_forward)
+        return function(m, q, k, v, mask, scaling=0.3)[0].transpose(1, 2)
+
+    with patched(shared):
+        program = capture_module(module, module.config)
+        expected = logits(module, tokens_of(20, 20))
+    assert len(program.states()) == 2
+    close(Reference(program, weights(module)).score(tokens_of(20, 20), 3), expected)
 
 
 def test_integers_in_masks_are_tried():

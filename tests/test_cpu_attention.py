@@ -417,6 +417,19 @@ def test_biases_by_distance(window, tokens, dtype, extras):
         assert np.array_equal(step([p])[0], whole[p]) and np.array_equal(step([p], 4)[0], whole[p])
 
 
+def test_recall_reads_what_attention_has_appended():
+    """Layers that share keys and values: the other queries of a step over its rows, bit for bit as by attention."""
+    cache = Cache(lengths=(45,), window=9, page_size=3)
+    rows = everything(cache)
+    whole = cache.step(rows)
+    q, *_, positions, requests, state = cache.spec.operands
+    spec = OpSpec("recall", (q, positions, requests, state), cache.spec.results, cache.spec.attrs)
+    assert [u.kernel.family for u in attention.SELECT["recall"](spec).uses] == ["attend"]
+    where = np.arange(45, dtype=np.int32), np.zeros(45, np.int32)
+    again = run(attention, spec, (cache.data[0][0], *where, (cache.pool, cache.table)), (45, 1, 1), 3)[0]
+    assert np.array_equal(again, whole)
+
+
 class Latent(Cache):
     """One row a token, which is the key of all heads, and its first columns their value."""
 

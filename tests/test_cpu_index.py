@@ -157,7 +157,7 @@ def test_latent_attention_reads_the_chosen_rows_alone(dtype, heads):
         out[: min(top_k, t // 2 + 1)] = np.sort(rng.choice(t + 1, min(top_k, t // 2 + 1), False))
     floats = [TensorSpec("f32", ("T", *x.shape[1:])) for x in (query, row)]
     spec = OpSpec("latent_attention", (*floats, *[TensorSpec("i32", ("T",))] * 2, cache.state, TensorSpec("i32", ("T", top_k))),
-                  (TensorSpec("f32", ("T", heads, value_width)),), {"scaling": 0.2, "value_width": value_width})
+                  (TensorSpec("f32", ("T", heads, value_width)),), {"scaling": 0.2, "value_width": value_width, "extras": ("rows",)})
 
     def step(some, threads=1):
         where = np.array(some, np.int32), np.zeros(len(some), np.int32)

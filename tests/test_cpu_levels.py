@@ -60,12 +60,11 @@ SAMPLE = {
                       "interleaved": True}),
     "convolve": ("convolve", {"bias": True, "channels": 40, "taps": 4}),
     "recur": ("recur", {"before": False, "beta": True, "decays": 8, "heads": 2, "value_width": 40, "width": 8}),
-    "recur of rows": ("recur", {"before": False, "beta": False, "decays": 16, "heads": 2, "value_width": 1, "width": 16}),
     "reduce": ("reduce", {"axes": (1,), "dtype": "f32", "kind": "sum", "result": ("T",), "shape": ("T", 40)}),
 }  # fmt: skip
 """Kernels of every family that has vector code."""
 
-FUSED = ("gated", "halves", "attend", "group", "norm", "convolve", "recur", "recur of rows")
+FUSED = ("gated", "halves", "attend", "group", "norm", "convolve", "recur")
 """Of them, those with products that are added without rounding in between, where a level can."""
 
 here = pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 hosts generate x86-64 code")

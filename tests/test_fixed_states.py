@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,9 @@ from adaptc.options import CompileOptions
 from adaptc.passes.pipeline import lower_to
 from adaptc.plan import CacheGroup, Plan
 from adaptc.planner.emit import emit_plan
-from adaptc.planner.sizes import cache_bytes
+from adaptc.planner.sizes import cache_bytes, fixed_bytes
+from adaptc.runtime.engine import Engine, group_pages
+from adaptc.runtime.sampler import Sampling
 from cpu_kernel import LEVEL, aligned
 
 VOCABULARY, WIDTH, CONTEXT = 24, 32, 16
@@ -74,33 +78,43 @@ def weights(name: str) -> np.ndarray:
     return (np.random.default_rng(len(name)).standard_normal(shape) * 0.5).astype(np.float32)
 
 
+def make(text: str, options: CompileOptions):
+    lowered = lower_to(Program.parse(text), "lowered", options, CODEGEN, 16).last
+    context = options.max_context
+    return lowered, *emit_plan(lowered, CODEGEN, target="cpu", backend="cpu", levels=(LEVEL,), max_context=context)
+
+
 @pytest.fixture(scope="module")
 def made():
-    lowered = lower_to(Program.parse(TEXT), "lowered", OPTIONS, CODEGEN, 16).last
-    return lowered, *emit_plan(lowered, CODEGEN, target="cpu", backend="cpu", levels=(LEVEL,), max_context=CONTEXT)
+    return make(TEXT, OPTIONS)
+
+
+def loaded(made, threads: int, pages):
+    lowered, plan, kernels = made
+    packed = {b.source: np.frombuffer(_packed(lowered.weights()[b.source]), np.uint8)
+              for b in plan.buffers if b.kind == "weight"}
+    held = {name: memoryview(aligned(data)) for name, data in packed.items()}
+    return LAUNCHER.load(plan, CODEGEN.compile(kernels, LEVEL), held, threads=threads, pages=pages)
+
+
+def _packed(weight) -> bytes:
+    values = weights(weight.name)
+    if weight.spec.format is None:
+        return values.tobytes()
+    return CODEGEN.pack(weight.spec.format, weight.spec.shape, blocks.quantize(FORMATS["f32"], values))
 
 
 class Steps:
     """Steps of the plan over pools of NaN, and the oracle beside it. Requests have their own pages, and slots in turn."""
 
     def __init__(self, made, threads: int = 2):
-        lowered, plan, kernels = made
-        packed = {b.source: np.frombuffer(self._packed(lowered.weights()[b.source]), np.uint8)
-                  for b in plan.buffers if b.kind == "weight"}
-        held = {name: memoryview(aligned(data)) for name, data in packed.items()}
+        plan = made[1]
         self.pages = {"full": 12, "fixed": 8}
-        self.run = LAUNCHER.load(plan, CODEGEN.compile(kernels, LEVEL), held, threads=threads, pages=self.pages)
+        self.run = loaded(made, threads, self.pages)
         self.oracle, self.plan = Reference(Program.parse(TEXT), weights), plan
         for state in plan.states:
             self.run.state(state.name)[...] = 0xFF
         self.free, self.slots = list(range(7, -1, -1)), {}
-
-    @staticmethod
-    def _packed(weight) -> bytes:
-        values = weights(weight.name)
-        if weight.spec.format is None:
-            return values.tobytes()
-        return CODEGEN.pack(weight.spec.format, weight.spec.shape, blocks.quantize(FORMATS["f32"], values))
 
     def step(self, runs, commit: bool = True) -> np.ndarray:
         """Logits of every token of one step: (request, first position, tokens) each."""
@@ -151,6 +165,7 @@ def test_the_plan_has_one_group_of_slots(made):
     assert tables == {"pages:fixed": ("R", 2), "pages:full": ("R", 4)}
     assert Plan.from_json(plan.to_json()) == plan
     assert cache_bytes(lowered, 8) == (256, 8 * 256 + 256 + 128 + 1024)
+    assert fixed_bytes(lowered) == {"window": 256, "state": 1024, "max": 128}
     (recur,) = (o for o in plan.operators() if o.op == "recur")
     assert recur.traffic["R"] == 2 * 1024 and recur.flops == {"T": 7 * 4 * 8 * 8}
 
@@ -177,6 +192,68 @@ def test_slots_are_what_a_request_has_done_whatever_was_tried_in_between(made):
     np.testing.assert_array_equal(np.concatenate(found), alone)
     for each in (whole, steps):
         each.run.close()
+
+
+@pytest.mark.parametrize("size, threads", [(1, 2), (3, 3), (16, 1)])
+def test_whatever_happens_around_it(size, threads):
+    """As in test_laws: what a request gives alone is what it gives among others that begin as it does, when its state is
+    taken from a snapshot, after preemptions and after steps that failed in the middle."""
+    rng = random.Random(size)
+    made = make(TEXT.replace("context = 16", "context = 64"),
+                CompileOptions(page_size=size, max_step_tokens=24, max_requests=4, max_context=64))
+    plan, base = made[1], np.random.default_rng(1).integers(0, VOCABULARY, 50).tolist()
+    hot = Sampling(temperature=2.0, seed=4)
+    pages = {g.name: 2 * group_pages(plan, g, 64) + 3 for g in plan.groups}
+    run = loaded(made, threads, pages)
+    plain_run, once = run.run, {}
+
+    def alone(length: int, tail: int) -> tuple[np.ndarray, list[int]]:
+        if (length, tail) not in once:
+            engine, prompt = Engine(plan, run, pages), [*base[:length], tail]
+            engine.poison_free_pages()
+            logits = np.empty((len(prompt), VOCABULARY), np.float32)
+            engine.score(prompt, logits)
+            engine.add(prompt, max_tokens=6, sampling=hot)
+            once[length, tail] = logits, [e.token for _ in range(30) for e in engine.step() if e.token is not None]
+        return once[length, tail]
+
+    wanted = {(length, tail): alone(length, tail) for length in (2, 17, 33, 49) for tail in (1, 2)}
+
+    def failing(symbols):
+        where = rng.randrange(10)
+        if where < 2:
+            plain_run(symbols, **({"stop_after": rng.randrange(len(plan.operators()))} if where else {}))
+            raise RuntimeError("planted")
+        plain_run(symbols)
+
+    run.run = failing
+    engine = Engine(plan, run, pages, page_order_seed=size, prefix_cache=True, snapshot_tokens=16)
+    live, served, preemptions = {}, 0, 40
+    while engine.active or served < 40:
+        if served < 40 and len(live) < 5:
+            key, chunk = rng.choice(list(wanted)), rng.choice((None, 1, 5))
+            prompt, served = [*base[: key[0]], key[1]], served + 1
+            start = rng.randrange(len(prompt))
+            if rng.random() < 0.4:
+                out = np.full((len(prompt) - start, VOCABULARY), np.nan, np.float32)
+                live[engine.score(prompt, out, start=start, chunk=chunk)] = out, wanted[key][0][start:]
+            else:
+                live[engine.add(prompt, max_tokens=6, sampling=hot, chunk=chunk)] = [], wanted[key][1]
+        if live and preemptions and rng.random() < 0.15:
+            preemptions -= engine.preempt(rng.choice(list(live)))
+        engine.poison_free_pages()
+        try:
+            for event in engine.step():
+                got, expected = live[event.request]
+                if event.token is not None:
+                    got.append(event.token)
+                if event.finish is not None:
+                    del live[event.request]
+                    np.testing.assert_array_equal(got, expected)
+        except RuntimeError:
+            pass
+    assert not live and not preemptions and engine.statistics.hit_tokens > 100
+    run.close()
 
 
 def test_a_states_kind_is_part_of_its_type():

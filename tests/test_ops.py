@@ -78,6 +78,16 @@ def places(first: int) -> dict[int, Values]:
 
 
 ATTENTION = places(3)
+
+
+def filled(rng, sizes):
+    """KV with rows of one request."""
+    state = RowState(KV)
+    for position in range(sizes["T"]):
+        state.append(0, position, [rng.standard_normal((heads, width)) for _, heads, width in KV.parts])
+    return state
+
+
 HEADS = (f("T", 4, 8), f("T", 2, 8), f("T", 2, 6), *WHERE)
 INDEX = StateSpec((("index", 1, 8),), "f16", 0, 0, 0, 0)
 INDEXED = (f("T", 3, 8), f("T", 8), f("T", 3), *WHERE, INDEX)
@@ -148,9 +158,11 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                   Sample((*HEADS, KV, f("T", 4, 3)), {"scaling": 0.3, "extras": ("distances",)}, ATTENTION),
                   Sample((*HEADS, KV, t("i32", "T", 2)), {"scaling": 0.3, "extras": ("rows",)}, ATTENTION | EARLIER)),
     "index_rows": (Sample(INDEXED, {"top_k": 3, "scaling": 0.3}, ATTENTION),),
+    "recall": tuple(Sample((HEADS[0], *HEADS[3:], KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras},
+                           {1: ATTENTION[3], 2: ATTENTION[4], 3: filled}) for extras in ((), ("sinks",))),
     "latent_attention": (Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT), {"scaling": 0.3, "value_width": 6}, places(2)),
                          Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT, t("i32", "T", 2)),
-                                {"scaling": 0.3, "value_width": 6}, places(2) | {5: EARLIER[6]})),
+                                {"scaling": 0.3, "value_width": 6, "extras": ("rows",)}, places(2) | {5: EARLIER[6]})),
     "convolve": tuple(Sample((f("T", 6), f(6, 4), *WHERE, StateSpec.fixed("window", 3, 6), *bias), given=places(2))
                       for bias in ((), (f(6),))),
     "recur": tuple(Sample((f("T", 2, k), f("T", 2, k), f("T", 2, v), f("T", 2, decays), *WHERE,
@@ -160,7 +172,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "running_max": (Sample((f("T", 6), f("T", 6), *WHERE, StateSpec.fixed("max", 1, 6)), given=places(2)),),
 }
 
-LEAVES = {"convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "index_rows", "quantize",
+LEAVES = {"recall", "convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "index_rows", "quantize",
           "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
@@ -177,10 +189,10 @@ def values(sample: Sample, sizes: Mapping[str, int] = SIZES[0]) -> list:
     rng = np.random.default_rng(3)
     made = []
     for i, spec in enumerate(sample.operands):
-        if isinstance(spec, StateSpec):
-            made.append(oracle_state(spec))
-        elif i in sample.given:
+        if i in sample.given:
             made.append(sample.given[i](rng, sizes))
+        elif isinstance(spec, StateSpec):
+            made.append(oracle_state(spec))
         else:
             drawn = rng.normal(scale=2, size=[sizes.get(d, d) for d in spec.shape])
             made.append(np.asarray(drawn).astype(NUMPY[spec.dtype]))
@@ -394,6 +406,12 @@ REFUSED = [
     ("attention", (f("T", 3, 8), *HEADS[1:], KV), {"scaling": 1.0}, "don't divide"),
     ("attention", (*HEADS[:3], t("i32", "S"), t("i32", "S"), KV), {"scaling": 1.0}, "expected one a token"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "softcap": "none"}, "'softcap' must be of kind float"),
+    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0}, "got 7 operands"),
+    ("attention", (*HEADS, KV), {"scaling": 1.0, "extras": ("sinks",)}, r"with extras \['sinks'\]"),
+    ("attention", (*HEADS, KV, f(4), f(4)), {"scaling": 1.0, "extras": ("slopes", "sinks")}, "in this order"),
+    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0, "extras": ("slope",)}, "expected some of"),
+    ("attention", (*HEADS, KV, f(3)), {"scaling": 1.0, "extras": ("slopes",)}, r"slopes are f32\[3\]"),
+    ("attention", (*HEADS, KV, f(4, 3)), {"scaling": 1.0, "extras": ("distances",)}, r"distances are f32\[4, 3\]"),
     ("attention", (*HEADS, StateSpec.fixed("state", 2, 8)), {"scaling": 1.0}, "kind 'fixed', expected 'rows'"),
     ("convolve", (f("T", 6), f(6, 1), *WHERE, StateSpec.fixed("window", 0, 6)), {}, r"\[6, W\] with W > 1"),
     ("convolve", (f("T", 6), f(5, 4), *WHERE, StateSpec.fixed("window", 3, 6)), {}, "weight is f32"),
@@ -406,18 +424,12 @@ REFUSED = [
     ("recur", (f("T", 2, 4), f("T", 2, 4), f("T", 2, 3), f("T", 2, 4), *WHERE, StateSpec.fixed("state", 2, 12), f("T", 3)),
      {}, "beta is"),
     ("running_max", (f("T", 6), f("T", 1), *WHERE, StateSpec.fixed("max", 1, 6)), {}, "decay is"),
-    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0}, "got 7 operands"),
-    ("attention", (*HEADS, KV), {"scaling": 1.0, "extras": ("sinks",)}, r"with extras \['sinks'\]"),
-    ("attention", (*HEADS, KV, f(4), f(4)), {"scaling": 1.0, "extras": ("slopes", "sinks")}, "in this order"),
-    ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0, "extras": ("slope",)}, "expected some of"),
     ("attention", (*HEADS, KV, t("i32", "S", 2)), {"scaling": 1.0, "extras": ("rows",)}, "rows are i32"),
     ("attention", (*HEADS, replace(KV, window=4), t("i32", "T", 2)), {"scaling": 1.0, "window": 4, "extras": ("rows",)},
      "with a window of 4"),
     ("index_rows", INDEXED, {"top_k": 0}, "top_k is 0"),
     ("index_rows", (*INDEXED[:5], KV), {"top_k": 3}, "the state keeps"),
     ("index_rows", (f("T", 3, 9), *INDEXED[1:]), {"top_k": 3}, "the query is"),
-    ("attention", (*HEADS, KV, f(3)), {"scaling": 1.0, "extras": ("slopes",)}, r"slopes are f32\[3\]"),
-    ("attention", (*HEADS, KV, f(4, 3)), {"scaling": 1.0, "extras": ("distances",)}, r"distances are f32\[4, 3\]"),
 ]
 
 
@@ -604,6 +616,43 @@ def test_a_value_of_fixed_size_is_there_for_the_lengths_that_a_step_may_start_fr
         step(2, 3)
     with pytest.raises(LegalityError, match="request 7 has no value"):
         step(2, 3, request=7)
+
+
+def chunks_of(name: str, arrays: list, state: StateSpec, cuts: list[int], **attrs) -> np.ndarray:
+    """Results of a stateful operator over one request cut at ``cuts``. ``arrays``: its operands, None for positions,
+    requests and the state."""
+    held, tokens, pieces = oracle_state(state), len(arrays[0]), []
+    for lo, hi in zip([0, *cuts], [*cuts, tokens]):
+        at = np.arange(lo, hi, dtype=np.int32)
+        own = iter((at, np.zeros_like(at), held))
+        given = [next(own) if a is None else a[lo:hi] if len(a) == tokens else a for a in arrays]
+        pieces += row(name).meaning(row(name).complete(attrs), *given)
+    return np.concatenate(pieces)
+
+
+def test_convolve_is_torchs_over_any_chunks():
+    rng = np.random.default_rng(0)
+    x, weight, bias = (rng.standard_normal(s).astype(np.float32) for s in ((9, 6), (6, 4), (6,)))
+    padded = torch.nn.functional.pad(torch.tensor(x).T[None], (3, 0))
+    wanted = torch.nn.functional.conv1d(padded, torch.tensor(weight)[:, None], torch.tensor(bias), groups=6)[0].T
+    for cuts in ([], [1, 2, 7], list(range(1, 9))):
+        got = chunks_of("convolve", [x, weight, None, None, None, bias], StateSpec.fixed("window", 3, 6), cuts)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_recur_is_transformers_gated_delta_rule_over_any_chunks():
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule as authors
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((9, 2, n)).astype(np.float32) for n in (8, 8, 6))
+    decay = -rng.random((9, 2)).astype(np.float32)
+    beta = rng.random((9, 2)).astype(np.float32)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    wanted = authors(*(torch.tensor(a)[None] for a in (q, k, v, decay, beta)))[0][0]
+    for cuts in ([], [1, 2, 7], list(range(1, 9))):
+        operands = [q / np.float32(8**0.5), k, v, decay[..., None], None, None, None, beta]
+        got = chunks_of("recur", operands, StateSpec.fixed("state", 2, 48), cuts)
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_sink_is_a_score_without_a_value():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
+import runtime_fake
 from runtime_fake import (LONG, VOCABULARY, FakeLauncher, consistent, contents, drain, empty, engine,
-                          go_on_through_interrupts, greedy, owner_of, plain, plan, score)
+                          go_on_through_interrupts, greedy, owner_of, plain, score)
 
 from adaptc.artifact import write_artifact
 from adaptc.errors import OptionError
@@ -20,10 +21,11 @@ from adaptc.runtime.watch import side_engine
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 HOT = Sampling(temperature=30.0, seed=9)
+plan = partial(runtime_fake.plan, layers=1)
 
 
 def keeping(plan_=None, pages=None, **options):
-    return engine(plan_, pages, prefix_cache=True, **options)
+    return engine(plan_ or plan(), pages, prefix_cache=True, **options)
 
 
 @cache
@@ -176,7 +178,7 @@ def sampled(prompt, max_tokens: int, sample: int) -> list[int]:
 def test_a_preempted_request_goes_on_as_if_nothing_had_been(kept):
     """At every moment of its life."""
     for moment in range(11):
-        eng = engine(prefix_cache=kept, page_order_seed=moment)
+        eng = engine(plan(), prefix_cache=kept, page_order_seed=moment)
         request = eng.add(PROMPT, max_tokens=6, sampling=HOT, chunk=6)
         tokens = [event.token for _ in range(moment) for event in eng.step()]
         running = request in eng._running
@@ -280,11 +282,11 @@ def test_an_interrupt_anywhere_loses_no_prefix(place, after, monkeypatch):
                              [alone(tuple(p), 4) for p in prompts])  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_schedule_gives_what_each_gives_alone(seed):
     rng = random.Random(seed)
     plan_ = plan(page_size=rng.choice((1, 3, 16)), max_step_tokens=rng.choice((5, 9, 48)), max_requests=4)
-    pages = {g.name: group_pages(plan_, g, 40) + (rng.randrange(12) if g.kind == "rows" else rng.randrange(6)) for g in plan_.groups}
+    pages = {g.name: max(group_pages(plan_, g, 40), 2 * group_pages(plan_, g, 18)) + rng.randrange(2, 9) for g in plan_.groups}
     eng = keeping(plan_, pages, page_order_seed=seed, snapshot_tokens=rng.choice((1, 6, 100)))
     eng.executable.fail = lambda step: 1 / 0 if rng.random() < 0.15 else None
     tokens, expected, scores, gone = {}, {}, [], set()
@@ -297,17 +299,10 @@ def test_any_schedule_gives_what_each_gives_alone(seed):
             start = rng.randrange(len(prompt))
             out = np.full((len(prompt) - start, VOCABULARY), np.nan, np.float32)
             scores.append((eng.score(prompt, out, start=start, chunk=chunk), prompt, start, out))
-        elif kind < 0.4 and len(prompt) < 14:
-            most = rng.randrange(1, 4)
-            for i, request in enumerate(eng.add_samples(prompt, 2, max_tokens=most, sampling=HOT, chunk=chunk) if fits(prompt, most) else ()):
-                tokens[request], expected[request] = [], sampled(prompt, most, i)
         else:
-            most = rng.randrange(1, 8)
-            request = eng.add(prompt, max_tokens=most, sampling=HOT, chunk=chunk)
-            tokens[request], expected[request] = [], alone(tuple(prompt), most)
-
-    def fits(prompt, most: int) -> bool:
-        return all(2 * group_pages(plan_, g, len(prompt) + most) <= eng.pools[g.name].pages for g in plan_.groups)
+            n, most = (2, rng.randrange(1, 4)) if kind < 0.4 and len(prompt) < 14 else (1, rng.randrange(1, 8))
+            for i, request in enumerate(eng.add_samples(prompt, n, max_tokens=most, sampling=HOT, chunk=chunk)):
+                tokens[request], expected[request] = [], sampled(prompt, most, i)
 
     step = 0
     while eng.active or step < 40:
@@ -328,7 +323,7 @@ def test_any_schedule_gives_what_each_gives_alone(seed):
             pass
         consistent(eng)
     empty(eng)
-    assert eng.statistics.hit_tokens or plan_.page_size == 16
+    assert eng.statistics.hit_tokens
     for request, wanted in expected.items():
         assert tokens[request] == (wanted[: len(tokens[request])] if request in gone else wanted)
     for request, prompt, start, out in scores:

@@ -23,7 +23,7 @@ from planted import Plant
 import adaptc
 from adaptc.driver import stage_text
 from adaptc.runtime import engine as runtime_engine
-from adaptc.runtime.pages import BlockTable
+from adaptc.runtime.pages import BlockTable, SlotTable
 from adaptc.verify import verify
 from adaptc.verify.report import Finding, Report
 
@@ -33,7 +33,10 @@ OPTIONS = {
     "gemma": planted.SIZES,
     "gguf": planted.SIZES | {"activations": "int8"},
     "experts": planted.SIZES | {"page_size": 4, "max_context": 64},
+    "recurrent": planted.SIZES,
 }
+RECURRENT = {"vocab_size": families.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16,
+             "state_size": 8, "n_groups": 1, "chunk_size": 8}
 
 
 def findings(report: Report) -> list[Finding]:
@@ -49,6 +52,10 @@ def weight(name: str, change: Callable[[dict], None]):
 
 def kernel(op: str, module: str, use: int = 0, **params):
     return lambda p: planted.kernel(p.artifact, p.out, planted.find(p.artifact, op, module), use, **params)
+
+
+def edited(op: str, module: str, edit: Callable[[str], str]):
+    return lambda p: planted.kernel(p.artifact, p.out, planted.find(p.artifact, op, module), 0, edit=edit)
 
 
 def buffers(op: str, module: str, use: int, old: str, new: str):
@@ -156,6 +163,33 @@ def stale_pages(p: Plant) -> Path:
     return p.artifact
 
 
+def left_slots(slide):
+    """What a step has written is never read: the next one starts from where it did."""
+    def left(self, length):
+        read, written = (int(slot) for slot in self.entries)
+        if written >= 0 and read >= 0:
+            self.entries[1] = -1
+            self.pool.free(written)
+        else:
+            slide(self, length)
+
+    return left
+
+
+def stale_slots(init):
+    """A request starts from a slot that nobody has written for it."""
+    def stale(self, pool):
+        init(self, pool)
+        self.entries[0] = pool.alloc()
+
+    return stale
+
+
+def reversed_prefix(adopt):
+    """The pages that a request finds again stand in its table the wrong way round."""
+    return lambda self, count, pages: adopt(self, count, pages[::-1])
+
+
 def late_positions(fill):
     """Every chunk is fed with positions that start one too late."""
     def late(self, chunks):
@@ -194,6 +228,7 @@ SLOTS_SWAPPED = (
 """What the router says of the first slot's expert weighs the second's output, and the other way round."""
 
 ATTENTION, MLP, EXPERTS = "model.layers.1.self_attn", "model.layers.1.mlp", "model.layers.0.mlp.experts"
+MIXER = "backbone.layers.0.mixer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +276,8 @@ FAULTS = [
           patched(BlockTable, "grow", swapped_pages), "attention", r"model\.layers\.\d\.self_attn", alone=False),
     Fault("a page read one off", "run time, windows", "gemma", "layer", patched(BlockTable, "slide", reused_too_early),
           "attention", r"model\.layers\.\d\.self_attn", alone=False),
+    Fault("a page read one off", "run time, prefixes", "gemma", "equivalences",
+          patched(BlockTable, "adopt", reversed_prefix), "run time: what is found again", ""),
     Fault("a page read one off", "kernel", "gemma", "operator",
           kernel("attention", "model.layers.2.self_attn", 1, page_size=4), "attention", "model.layers.2.self_attn"),
     Fault("a page read one off", "plan", "gemma", "layer",
@@ -265,6 +302,21 @@ FAULTS = [
     Fault("a state not reset", "plan", "gemma", "layer",
           buffers("attention", ATTENTION, 1, r"state:model\.layers\.1\.self_attn\.kv",
                   "state:model.layers.0.self_attn.kv"), "attention", ATTENTION),
+
+    Fault("a state not reset", "run time, slots", "recurrent", "layer", patched(SlotTable, "__init__", stale_slots),
+          "convolve", MIXER, alone=False),
+    Fault("a state not reset", "kernel, slots", "recurrent", "operator", edited("recur", MIXER, planted.never_fresh),
+          "recur", MIXER),
+    Fault("a state not reset", "plan, slots", "recurrent", "layer",
+          buffers("recur", MIXER, 0, r"state:backbone\.layers\.0\.mixer\.state", "state:backbone.layers.1.mixer.state"),
+          "recur", MIXER),
+    Fault("a state left behind", "run time", "recurrent", "layer", patched(SlotTable, "slide", left_slots), "convolve",
+          r"backbone\.layers\.\d\.mixer", alone=False),
+    Fault("a state left behind", "kernel", "recurrent", "operator", kernel("recur", MIXER, before=True), "recur", MIXER),
+    Fault("a state left behind", "kernel, window", "recurrent", "operator",
+          edited("convolve", MIXER, planted.never_fresh), "convolve", MIXER),
+    Fault("a state left behind", "pass", "recurrent", "layer", laid_out('read = "after"', 'read = "before"'), "recur",
+          r"backbone\.layers\.\d\.mixer", alone=False),
 
     # 1e-5 for 1e-6 is less than rounding at this model's values, but not at small ones, which the operator level has
     Fault("a norm epsilon changed", "kernel", "gemma", "operator", kernel("rms_norm", "model.norm", eps=1e-5),
@@ -333,11 +385,14 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def models(folder) -> dict[str, Path]:
     """gemma: as many key heads as query heads, so that q and k can be taken for each other; windows and full
-    attention. experts: sinks, biased experts, a clamped gate, windows."""
+    attention. experts: sinks, biased experts, a clamped gate, windows. recurrent: values of fixed size alone."""
+    recurrent = folder / "recurrent"
+    families.build("mamba2", RECURRENT, 0).save_pretrained(recurrent)
     return {
         "gemma": tiny_models.write(folder / "gemma", "gemma3_text", num_key_value_heads=4),
         "gguf": tiny_gguf.write(folder / "tiny.gguf", "llama"),
         "experts": families.write(folder / "experts", "gpt_oss"),
+        "recurrent": recurrent,
     }
 
 

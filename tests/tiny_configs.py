@@ -82,13 +82,17 @@ _GEMMA_4 = _SLIDING_FULL | {"per_layer_config": {"1": {"head_dim": 32}}, "head_d
                             "num_key_value_heads": KV_HEADS}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
+_LINEAR_FULL = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": _SLIDING_FULL | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
-             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN}},
+             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN}, "num_key_value_heads": 2},
     "deepseek_v4": {"head_dim": 64, "qk_rope_head_dim": 8, "partial_rotary_factor": 0.125,
                     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "falcon": {"new_decoder_architecture": True},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128},
     "gemma3n_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
                      "num_kv_shared_layers": 2, "intermediate_size": [96] * 4,
@@ -96,6 +100,8 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": _GEMMA_4,
     "gemma4_unified_text": _GEMMA_4,
     "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
+    "granitemoehybrid": _LINEAR_FULL,
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "full_attn_idxs": [1]},
     "minimax_m3_vl_text": {"index_n_heads": KV_HEADS},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "hidden_size": HIDDEN, "expand": 2, "n_groups": 2, "state_size": 16,
@@ -107,6 +113,9 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "xlstm": {"hidden_size": HIDDEN, "num_heads": HEADS, "num_hidden_layers": 2, "num_blocks": 2,
               "vocab_size": VOCABULARY},
     "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": WINDOW},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128,
+              "attention_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "n_mamba_heads": 2},
     "zamba2": {"mamba_headdim": 16, "n_mamba_heads": 8, "mamba_expand": 2, "attention_hidden_size": 128,
                "attention_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4,
                "layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "mamba_ngroups": 1,

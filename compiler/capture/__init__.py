@@ -27,7 +27,7 @@ def capture(source: Any) -> Program:
 
     program = run(source)
     values = {name: _digest(tensor) for name, tensor in source.stored().items() if tensor.looked_at}
-    entry = {"values": values, "waived": source.waiver.names, "text": program.text()}
+    entry = {"values": values, "waived": source.waiver.names, "computed": list(source.computed), "text": program.text()}
     source.derived.put("program", json.dumps(entry).encode())
     return program
 
@@ -41,15 +41,19 @@ def __getattr__(name: str) -> Any:
 
 
 def _recalled(source: Any, kept: bytes) -> Program | None:
-    """The program that was kept, if the weights whose values capture has looked at are those of ``source``."""
+    """The program that was kept, if the weights whose values capture has looked at are those of ``source``, and the
+    tables that it has computed are kept too."""
     from adaptc.ir.module import Program
 
     entry, stored = json.loads(kept), source.stored()
     if any(_digest(stored[name]) != digest for name, digest in entry["values"].items()):
         return None
+    program = Program.parse(entry["text"])
+    if not all(name in source.computed for name in entry["computed"]):
+        return None
     for name in entry["waived"]:
         source.waiver.covers(name)
-    return Program.parse(entry["text"])
+    return program
 
 
 def _digest(tensor: Any) -> str:

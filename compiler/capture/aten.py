@@ -126,10 +126,23 @@ def _not(w, x):
     return w.b.compare(w.value(x, "i1"), w.value(0, "i1"), predicate="eq")
 
 
-def _bitwise_not(w, x):
-    if w.dtype != "i1":
-        raise CaptureError(f"it complements the bits of {w.dtype}; adaptc captures the negation of conditions.")
-    return _not(w, x)
+def _of_conditions(rule: Rule) -> Rule:
+    """The rule of an operator on bits, which adaptc has for conditions alone."""
+
+    def checked(w, *args):
+        if w.dtype != "i1":
+            raise CaptureError(f"it works on the bits of {w.dtype}; adaptc captures what it does to conditions.")
+        return rule(w, *args)
+
+    return checked
+
+
+def _and(w, x, y):
+    return w.b.select(w.value(x, "i1"), w.value(y, "i1"), w.value(0, "i1"))
+
+
+def _or(w, x, y):
+    return w.b.select(w.value(x, "i1"), w.value(1, "i1"), w.value(y, "i1"))
 
 
 def _log1p(w, x):
@@ -138,8 +151,8 @@ def _log1p(w, x):
     u = w.b.add(x, one)
     lost = w.b.compare(u, one, predicate="eq")
     exact = w.b.mul(w.b.log(u), w.b.div(x, w.b.select(lost, one, w.b.sub(u, one))))
-    infinite = w.b.compare(u, x, predicate="eq")  # of a large x the log itself is right, of an infinite one the quotient isn't
-    return w.b.select(lost, x, w.b.select(infinite, w.b.log(u), exact))
+    large = w.b.compare(u, x, predicate="eq")  # the log itself is right, and the quotient of infinities isn't a number
+    return w.b.select(lost, x, w.b.select(large, w.b.log(u), exact))
 
 
 def _softplus(w, x, beta=1, threshold=20):
@@ -151,6 +164,24 @@ def _softplus(w, x, beta=1, threshold=20):
 
 def _log_sigmoid(w, x):
     return w.b.sub(w.b.min(x, w.value(0)), _log1p(w, w.b.exp(w.b.neg(w.b.abs(x)))))
+
+
+WHOLE_FROM = float(1 << 23)
+"""From here on every float32 is a whole number."""
+
+
+def _floor(w, x):
+    """What a cast cuts off is put back where that was upwards."""
+    x = w.value(x)
+    cut = w.b.cast(w.b.cast(x, dtype="i32"), dtype=w.b.dtype(x))
+    lower = w.b.sub(cut, w.b.cast(w.b.compare(x, cut, predicate="lt"), dtype=w.b.dtype(x)))
+    return w.b.select(w.b.compare(w.b.abs(x), w.value(WHOLE_FROM), predicate="lt"), lower, x)
+
+
+def _expm1(w, x):
+    """eˣ - 1 = tanh(x/2) · (eˣ + 1), exact also where eˣ is nearly 1."""
+    x = w.value(x)
+    return w.b.mul(w.b.tanh(w.b.mul(x, w.value(0.5))), w.b.add(w.b.exp(x), w.value(1)))
 
 
 # ---- views and moves
@@ -246,7 +277,7 @@ def _picked(w, x, dim, rows: ir.Value) -> ir.Value:
         return w.b.reshape(rows, shape=found)
     order = (dim, *(i for i in range(rank) if i != dim))
     turned = x if dim == 0 else w.b.transpose(x, perm=order)
-    if rank == 2 and w.b.dtype(x) == "f32":
+    if rank == 2 and w.b.dtype(x) == "f32" and not w.is_table(x):
         picked = w.b.embedding(rows, turned)
     else:
         picked = w.b.gather_rows(turned, rows)
@@ -344,6 +375,13 @@ def _stack(w, tensors, dim=0):
     axis = dim % len(w.shape)
     shape = w.shape[:axis] + (1,) + w.shape[axis + 1 :]
     return w.b.concat(*(w.b.reshape(w.value(x), shape=shape) for x in tensors), axis=axis)
+
+
+def _flip(w, x, dims):
+    for dim in dims:
+        size = _static(w, x, dim)
+        x = _picked(w, x, dim, w.b.constant(value=list(reversed(range(size))), shape=(size,), dtype="i32"))
+    return x
 
 
 def _copy(w, x, y, *_):
@@ -560,6 +598,21 @@ def _var(w, x, dims=None, unbiased=True, keepdim=False, *, correction=None):
     return mean if fewer == 0 else w.b.mul(mean, w.b.scalar(count / (count - fewer)))
 
 
+def _vector_norm(w, x, order=2, dims=None, keepdim=False, *_):
+    """(Σ |x|^order)^(1/order)"""
+    size = w.b.abs(w.value(x))
+    if order in (math.inf, -math.inf):
+        return _reduced(w, size, "max" if order > 0 else "min", dims, keepdim)
+    if order == 0:
+        raise CaptureError("it counts the elements that aren't 0; adaptc captures norms of orders above 0.")
+    if order == 1:
+        return _reduced(w, size, "sum", dims, keepdim)
+    if order == 2:
+        return w.b.sqrt(_reduced(w, w.b.mul(size, size), "sum", dims, keepdim))
+    powers = w.b.pow(size, w.value(float(order)))
+    return w.b.pow(_reduced(w, powers, "sum", dims, keepdim), w.value(1 / order))
+
+
 def _rms_norm(w, x, normalized, weight=None, eps=None):
     if len(normalized) != 1:
         raise CaptureError(f"it normalises {len(normalized)} dimensions; expected one.")
@@ -606,10 +659,25 @@ def _linear(w, x, weight, bias=None):
     return product if bias is None else w.b.add(product, bias)
 
 
+def _swapped(w, x):
+    rank = w.b.rank(x)
+    return w.b.transpose(x, perm=(*range(rank - 2), rank - 1, rank - 2))
+
+
+def _times(w, x, y):
+    """x[..., K], y[N, K] → [..., N]."""
+    flat = w.flat(x) if _is_weight(y) else None
+    if flat is None:
+        return w.b.dot_general(x, w.value(y), contract_x=(w.b.rank(x) - 1,), contract_y=(1,))
+    return w.b.reshape(w.b.linear(flat, y), shape=(*w.b.shape(x)[:-1], w.b.shape(y)[0]))
+
+
 def _matmul(w, x, y):
     xs, ys = w.b.shape(x), w.b.shape(y)
     if len(ys) == 2 and _is_weight(y) and w.flat(x) is not None:
         return _linear(w, x, w.b.transpose(y, perm=(1, 0)))
+    if len(xs) == 2 < len(ys):
+        return _swapped(w, _times(w, _swapped(w, y), x))
     if min(len(xs), len(ys)) < 2:
         raise CaptureError(f"it multiplies {xs} by {ys}; expected matrices.")
     if xs[-1] == 1:
@@ -660,8 +728,8 @@ def _mask(w, like, padding, kind, window, blocks=None):
 
 
 def _constant(w, values, shape, dtype, device):
-    number = float if w.dtype.startswith("f") else int
-    return w.b.constant(value=[number(x) for x in values], shape=w.shape, dtype=w.dtype)
+    numbers = [float(x) if w.dtype.startswith("f") else int(x) for x in values]
+    return w.b.constant(value=numbers if w.shape else numbers[0], shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):
@@ -670,19 +738,24 @@ def _request_length(w, positions):
 
 def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
     """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's. ``extras`` are
-    operands of the row's by their ``names``."""
+    operands of the row's by their ``names``. Keys and values that another attention has are kept once."""
     if getattr(mask, "kind", None) not in ("causal", "sliding"):
         kind = getattr(mask, "kind", "computed")
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
     if window not in (0, mask.window):
         raise CaptureError(f"the attention is given a window of {window} and a mask with one of {mask.window}.")
+    if "pairs" in names:
+        raise CaptureError("it is given a bias for each pair of tokens, which adaptc's attention doesn't have.")
+    shared = (k, v, mask.window)
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
-    state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
+    attrs = dict(scaling=scaling, window=mask.window, softcap=softcap, extras=tuple(names))
     extras = [w.b.reshape(x, shape=w.b.shape(x)[1:]) if name == "rows" else w.value(x) for name, x in zip(names, extras)]
-    result = w.b.attention(q, k, v, w.positions, w.requests, state, *extras, scaling=scaling,
-                           window=mask.window, softcap=softcap, extras=tuple(names))
-    return w.b.reshape(result, shape=w.shape)
+    where = (w.positions, w.requests)
+    if shared in w.shared:
+        return w.b.reshape(w.b.recall(q, *where, w.shared[shared], *extras, **attrs), shape=w.shape)
+    w.shared[shared] = state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
+    return w.b.reshape(w.b.attention(q, k, v, *where, state, *extras, **attrs), shape=w.shape)
 
 
 def _index_rows(w, query, key, weights, top_k, scaling):
@@ -734,6 +807,13 @@ def _running_max(w, x, decay):
     return _reshape(w, w.b.running_max(_of_tokens(w, x), _of_tokens(w, decay), w.positions, w.requests, state))
 
 
+FLATTENED = frozenset(f"aten.{name}" for name in (
+    "neg abs exp log sqrt rsqrt reciprocal tanh erf sigmoid silu gelu relu square log1p softplus clamp clamp_min add sub mul "
+    "div rsub pow maximum minimum eq ne lt le gt ge where masked_fill contiguous clone detach alias to _to_copy type_as "
+    "float dropout view reshape _unsafe_view unsqueeze flatten mean sum amax amin var rms_norm layer_norm linear").split())
+"""Operators that may have an operand [c·T, ...], rows of tokens and, say, heads as one dimension: it is held as
+[T, c, ...], in which nothing but shapes and dimensions counted from the last one mean the same."""
+
 SKIPPED = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
            "aten.sym_constrain_range_for_size", "aten._assert_async")
 """Operators without results: checks on what the trace assumed."""
@@ -745,6 +825,8 @@ TABLE: dict[str, Rule] = {
     "aten.relu": lambda w, x: w.b.max(w.value(x), w.value(0)),
     "aten.square": _square,
     "aten.log1p": _log1p,
+    "aten.expm1": _expm1,
+    "aten.floor": _floor,
     "aten.softplus": _softplus,
     "aten.log_sigmoid": _log_sigmoid,
     "aten.clamp": _clamp,
@@ -760,7 +842,11 @@ TABLE: dict[str, Rule] = {
     "aten.minimum": _binary("min"),
     **{f"aten.{name}": _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     "aten.logical_not": _not,
-    "aten.bitwise_not": _bitwise_not,
+    "aten.logical_and": _and,
+    "aten.logical_or": _or,
+    "aten.bitwise_not": _of_conditions(_not),
+    "aten.bitwise_and": _of_conditions(_and),
+    "aten.bitwise_or": _of_conditions(_or),
     "aten.where": _where,
     "aten.masked_fill": lambda w, x, mask, value: _where(w, mask, value, x),
     **{f"aten.{name}": _parts(_same) for name in ("contiguous", "clone", "detach", "detach_", "alias", "lift_fresh_copy")},
@@ -794,6 +880,7 @@ TABLE: dict[str, Rule] = {
     "aten.split_with_sizes": _split,
     "aten.chunk": _chunk,
     "aten.unbind": _unbind,
+    "aten.flip": _flip,
     "getitem": lambda w, values, index: operator.getitem(values, index),
     "aten.cat": _cat,
     "aten.stack": _stack,
@@ -808,6 +895,7 @@ TABLE: dict[str, Rule] = {
     "aten.amin": _reduce("min"),
     "aten.var": _var,
     "aten.std": lambda w, *args, **kwargs: w.b.sqrt(_var(w, *args, **kwargs)),
+    "aten.linalg_vector_norm": _vector_norm,
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.layer_norm": _layer_norm,
@@ -824,8 +912,8 @@ TABLE: dict[str, Rule] = {
     "adaptc.index_rows": _index_rows,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
+    "adaptc.constant": _constant,
     "adaptc.convolve": _convolve,
     "adaptc.recur": _recur,
     "adaptc.running_max": _running_max,
-    "adaptc.constant": _constant,
 }

@@ -58,14 +58,16 @@ def raised(exported: torch.export.ExportedProgram, constants: Mapping[str, torch
     """The program with ``adaptc.attention`` in place of attention that is written out, changed in place.
 
     constants   buffers, by name, that no file stores; context: most tokens of a sequence, 0 if it isn't known.
-    CaptureError naming every softmax between two products over pairs of tokens that isn't causal attention.
+    CaptureError naming every softmax between two products over pairs of tokens that isn't causal attention, and every
+    bias of pairs that isn't one by distance.
     """
     if any(map(writes, exported.graph.nodes)):  # what writes into memory becomes what makes a new tensor
         exported = exported.run_decompositions({})
     graph = exported.graph
     drop_checks(graph)
     found = [node for node in graph.nodes if key(node) == SDPA or _is_softmax_of_pairs(node)]
-    if not found:
+    biased = [node for node in graph.nodes if key(node) == "adaptc.attention" and hooks.PAIRS in node.args[5]]
+    if not found and not biased:
         return exported
     masks = Masks(exported, constants, context)
     problems = []
@@ -74,6 +76,11 @@ def raised(exported: torch.export.ExportedProgram, constants: Mapping[str, torch
             _replace(graph, _sdpa(node, masks) if key(node) == SDPA else _written_out(node, masks))
         except Unproven as reason:
             problems.append(f"{node.target} in {place_of(node)} isn't causal attention that adaptc has: {reason}")
+    for node in biased:
+        try:
+            _by_distance(graph, node, masks)
+        except Unproven as reason:
+            problems.append(f"the position bias of attention in {place_of(node)} isn't one that adaptc has: {reason}")
     if problems:
         raise CaptureError(". ".join(dict.fromkeys(problems)) + ".", hint=HINT)
     graph.eliminate_dead_code()
@@ -276,6 +283,42 @@ def _groups(queries: torch.Size, keys: torch.Size) -> int:
     if heads % own or len(theirs) > len(lead) or (len(lead) > 1 and own > 1 and any(d != 1 for d in theirs[same:])):
         raise Unproven(f"its queries have {tuple(queries[:-2])} heads and its keys or values {tuple(keys[:-2])}")
     return own
+
+
+# ---- a bias by distance of each query
+
+ROWWISE = ("aten.mul", "aten.div", *COPIES)
+"""Operators through which a bias may go whose other operand has one value for all keys: 0 stays 0."""
+
+
+def _by_distance(graph: torch.fx.Graph, node: torch.fx.Node, masks: _Masks) -> None:
+    """Puts ``distances`` [T, H, D] in the place of the bias [1, H, T, T] of an ``adaptc.attention``, of which element
+    (i, j) is element i - j of what is gathered from [1, H, T, D], and 0 from distance D on."""
+    bias, far, chain = node.args[4][-1], None, []
+    while key(bias) != "aten.gather":
+        data = [x for x in bias.all_input_nodes if not masks.fixed(x)]
+        others = [x for x in bias.all_input_nodes if masks.fixed(x)]
+        if len(data) != 1 or bias.args[0] is not data[0]:
+            raise Unproven(f"it comes of {bias.target} in {place_of(bias)}, which adaptc doesn't follow")
+        if key(bias) == "aten.masked_fill" and far is None and bias.args[2] == 0:
+            far = bias.args[1]
+        elif key(bias) in ROWWISE and all(x.meta["val"].shape[-1] == 1 for x in others if x.meta["val"].ndim):
+            chain.insert(0, bias)
+        else:
+            raise Unproven(f"it goes through {bias.target} in {place_of(bias)}")
+        bias = data[0]
+    table, axis, index = bias.args[:3]
+    extent = table.meta["val"].shape[-1]
+    if axis not in (-1, 3) or not isinstance(extent, int) or not masks.fixed(index) or far is None:
+        raise Unproven(f"{bias.target} in {place_of(bias)} isn't a choice by distance, 0 beyond some")
+    masks.check_distances(index, far, extent)
+    with graph.inserting_before(node):
+        new, value = Inserter(graph, node), table
+        for step in chain:
+            value = new(step.target, value, *step.args[1:])
+        value = new(torch.ops.aten.squeeze.dim, new(torch.ops.aten.transpose.int, value, 1, 2), 0)
+    node.update_arg(4, [*node.args[4][:-1], value])
+    node.update_arg(5, [*node.args[5][:-1], "distances"])
 
 
 # ---- what happens to scores
@@ -498,6 +541,17 @@ class Masks:
             return Affine(torch.ones(()), value)
 
         return self._decided(("mask", self.known[mask]), scores, self.integers[self.known[mask]], heads)
+
+    def check_distances(self, index: torch.fx.Node, far: torch.fx.Node, extent: int) -> None:
+        """Unproven unless a key that is seen has its distance as ``index``, and is ``far`` from distance ``extent`` on."""
+        for count in self._lengths({extent, *self.integers[self.known[index]], *self.integers[self.known[far]]}):
+            memo: dict[int, Any] = {}
+            behind = torch.arange(count)[:, None] - torch.arange(count)
+            near = (behind >= 0) & (behind < extent)
+            chosen, beyond = (self.value(x, count, memo) for x in (index, far))
+            if not bool(((chosen == behind) | ~near).all()) or not bool(((beyond == (behind >= extent)) | (behind < 0)).all()):
+                raise Unproven(f"of {count} tokens, what is added to scores isn't chosen by distance alone, and 0 from "
+                               f"distance {extent} on")
 
     def _given(self, x: Any, count: int, memo: dict[int, Any]) -> Any:
         return pytree.tree_map(lambda a: self.value(a, count, memo) if isinstance(a, torch.fx.Node) else a, x)

@@ -12,7 +12,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from adaptc.capture.places import running
-from adaptc.errors import AdaptcError, InputError, UnsupportedError
+from adaptc.errors import AdaptcError, InputError
+from adaptc.sources.classes import causal_model
 
 
 def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
@@ -24,16 +25,10 @@ def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
     are never touched, and what is larger than ``LARGE`` isn't even reserved: a layer's experts can take more than the
     machine has.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if not remote and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedError(f"transformers has no causal language model for model_type {config.model_type!r}.")
     handle = register_module_parameter_registration_hook(_on_meta)
     try:
         with _Reserving():
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=remote).eval()
+            return causal_model(config, trust_remote_code).eval()
     except AdaptcError:
         raise
     except Exception as error:  # whatever the authors' constructors and torch raise on sizes that make no sense

@@ -2,7 +2,8 @@
 
     adaptc::mask(like[1,T,D], padding, kind, window, blocks[1,T]) -> [1,1,T,T]    stands for a mask, which is never computed
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, extras, names, scaling, window, softcap) -> [1,T,H,Dv]
-        ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order
+        ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order; and a last one,
+        "pairs" [1,H,T,T], which is added to scores, until ``capture.attention`` has raised it to one of these
     adaptc::index_rows(query[1,T,H,D], key[1,T,D], weights[1,T,H], top_k, scaling) -> i32[1,T,top_k]
     adaptc::constant(values, shape, dtype, device) -> shape    numbers that Python has
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
@@ -23,6 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from adaptc.capture import recurrence
+from adaptc.capture.loops import ExpertLoops
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
@@ -43,6 +45,9 @@ WIDTHS = {"sliding": "sliding_window", "chunked": "attention_chunk_size", "bidir
 MASK_INPUTS = ("config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids", "layer_idx",
                "allow_is_causal_skip", "allow_is_bidirectional_skip", "block_sequence_ids")
 """What may be given to a mask builder: what else it takes may change which keys a token sees."""
+
+PAIRS = "pairs"
+"""Name of the operand of ``adaptc::attention`` that holds a bias for every pair of tokens."""
 
 IGNORED = ("position_ids", "cache_position", "use_cache", "cache", "past_key_values", "output_attentions",
            "output_hidden_states", "return_dict", "logits_to_keep")
@@ -123,6 +128,7 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         for namespace in {id(n): n for n in map(_namespace, module.modules())}.values():
             stack.enter_context(mock.patch.dict(namespace, {"min": _least(namespace.get("min", min))}))
+        stack.enter_context(mock.patch.dict(vars(module), {"forward": _with_loops(module.forward)}))
         for one in module.modules():
             if _by_length(one):
                 stack.enter_context(mock.patch.dict(vars(one), {"forward": _rope(one)}))
@@ -170,6 +176,18 @@ class _ListsInIndices(TorchFunctionMode):
                           for part in args[1])
             args = (args[0], index)
         return function(*args, **(kwargs or {}))
+
+
+def _with_loops(forward: Callable) -> Callable:
+    """``forward`` with loops over experts as what they compute. The mode is entered here, above torch.export's own, which
+    would look into indices first."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExpertLoops():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _namespace(module: torch.nn.Module) -> dict:
@@ -227,14 +245,15 @@ def _mask(original: Callable, kind: str) -> Callable:
 
 def _attention(names: dict[int, str]) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, s_aux=None, indices=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
+        unknown += ["position_bias beside softcap"] if position_bias is not None and softcap else []
         if unknown:
             raise CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
-                "attention operator doesn't have; it has scaling, sliding_window, softcap, s_aux and indices."
+                "attention operator doesn't have; it has scaling, sliding_window, softcap, s_aux, indices and position_bias."
             )
         if attention_mask is None:
             raise CaptureError(
@@ -243,7 +262,7 @@ def _attention(names: dict[int, str]) -> Callable:
             )
         width = query.shape[-1]
         scaling = width**-0.5 if scaling is None else scaling
-        extras = {name: x for name, x in (("sinks", s_aux), ("rows", indices)) if x is not None}
+        extras = {n: x for n, x in (("sinks", s_aux), ("rows", indices), (PAIRS, position_bias)) if x is not None}
         return (
             torch.ops.adaptc.attention(query, key, value, attention_mask, [*extras.values()], [*extras], float(scaling),
                                        int(sliding_window or 0), float(softcap or 0.0)),

@@ -20,18 +20,18 @@ Call = tuple[str, str]
 def ordered(graph: torch.fx.Graph) -> list[tuple[torch.fx.Node, str]]:
     """Operators with the path of their module call, e.g. model.layers.0.mlp; a module's second call within the same
     call around it is named model.layers.0@1."""
-    needed = _needed(graph)
-    nodes = [n for n in graph.nodes if n in needed and n.op == "call_function"]
+    nodes = [n for n in needed(graph) if n.op == "call_function"]
     paths = _Paths()
     return [(node, paths.of(_stack(node))) for node in _arranged(nodes, 0)]
 
 
-def _needed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    needed = {node for node in graph.nodes if node.op == "output"}
+def needed(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes that the output needs, itself among them, in the graph's order."""
+    found = {node for node in graph.nodes if node.op == "output"}
     for node in reversed(graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    return needed
+        if node in found:
+            found.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in found]
 
 
 def _stack(node: torch.fx.Node) -> tuple[Call, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from adaptc.capture import build, convolution, hooks, repeat, trace
@@ -12,7 +13,7 @@ from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.index import indexed
 from adaptc.capture.locality import check_locality
-from adaptc.capture.walk import Stored, walk
+from adaptc.capture.walk import COMPUTED, Stored, walk
 from adaptc.ir import legality
 from adaptc.ir.module import Program
 
@@ -31,6 +32,7 @@ def capture(source: Any) -> Program:
         source.built(module)
         ignored = sorted(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
         program = capture_module(module, source.config, lambda shapes, tied: _stored(source, shapes, tied, ignored))
+    source.compute(_tables(module, program))
     reads.check()
     source.check_waived()
     if left_out := source.left_out([*build.stored_shapes(module), *build.tied(module)], ignored):
@@ -82,6 +84,12 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
     return program
 
 
+def _tables(module: torch.nn.Module, program: Program) -> dict[str, np.ndarray]:
+    """The values of those weights that are buffers which no file has, by the tensor's name."""
+    tensors = (w.tensor for w in program.weights().values() if w.tensor.startswith(COMPUTED))
+    return {name: module.get_buffer(name.removeprefix(COMPUTED)).float().cpu().numpy() for name in tensors}
+
+
 CONTEXT = ("max_position_embeddings", "max_seq_len")
 """Keys of configurations that say how many tokens a sequence may have."""
 
@@ -109,11 +117,12 @@ def _itself(shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> d
 
 @contextmanager
 def _evaluated(module: torch.nn.Module) -> Iterator[None]:
-    """Dropout and the like off."""
-    training = [m for m in module.modules() if m.training]
+    """Dropout and the like off; afterwards modules have the attributes that they had, whatever forwards set."""
+    before = [(m, dict(vars(m))) for m in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for m in training:
-            m.training = True
+        for m, attributes in before:
+            vars(m).clear()
+            vars(m).update(attributes)

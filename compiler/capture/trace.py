@@ -60,7 +60,7 @@ def trace(module: torch.nn.Module, context: int = 0) -> torch.export.ExportedPro
 def _export(module: torch.nn.Module, ids: torch.Tensor, context: int, *,
             deferred: bool) -> torch.export.ExportedProgram:
     most = max(context, SAMPLE) if context else None
-    shapes = {"input_ids": {1: torch.export.Dim(TOKENS, min=2, max=most)}}
+    shapes = {"input_ids": {1: torch.export.Dim(TOKENS, min=LENGTHS[0], max=most)}}
     modules = {id(m): name for name, m in module.named_modules()}
     with torch.no_grad(), lines_of_authors(), _quiet(), _decisions(modules) as decided:
         try:

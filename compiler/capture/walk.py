@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping
@@ -12,9 +13,9 @@ from torch_mlir import ir
 from torch_mlir.dialects import func
 
 from adaptc.capture import constants as numbers
-from adaptc.capture.aten import SKIPPED, Mask
+from adaptc.capture.aten import FLATTENED, SKIPPED, Mask
 from adaptc.capture.constants import name_of as key
-from adaptc.capture.order import ordered
+from adaptc.capture.order import needed, ordered
 from adaptc.capture.places import PREFIX, Place, place_of
 from adaptc.capture.rules import package_of, rules
 from adaptc.capture.trace import TOKENS, VALUE_HINT
@@ -31,10 +32,23 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", to
 MAX_CONSTANT = 1 << 16
 """Elements of the largest buffer that is written into the program itself."""
 
+MAX_TABLE = 1 << 12
+"""The same of float buffers, which operators read, and backends write constants out as instructions. Larger ones are weights
+that no file has."""
+
+COMPUTED = "computed:"
+"""What the names of such weights' tensors start with; the buffer's name follows."""
+
 IRRELEVANT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "dtype", "generator")
 """Keyword arguments of ATen operators that say where a tensor lies, or repeat what its type says."""
 
 SAMPLED = "S"
+
+_FLATTENED = re.compile(rf"(\d+)\*{TOKENS}")
+"""A dimension of that many rows for each token."""
+
+_DIMENSIONS = ("aten.unsqueeze", "aten.mean", "aten.sum", "aten.amax", "aten.amin", "aten.var")
+"""Of the operators that may have one, those that are given numbers of dimensions."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +97,7 @@ def walk(exported: torch.export.ExportedProgram, stored: Mapping[str, Stored],
 
 
 def _unknown(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    tensors = (n for n in graph.nodes if n.op == "call_function" and not isinstance(n.meta.get("val"), _NUMBERS))
+    tensors = (n for n in needed(graph) if n.op == "call_function" and not isinstance(n.meta.get("val"), _NUMBERS))
     return [n for n in tensors if key(n) not in rules() and key(n) not in SKIPPED]
 
 
@@ -105,7 +119,7 @@ def writes(node: torch.fx.Node) -> bool:
 
 def _check_static(graph: torch.fx.Graph) -> None:
     """DynamicError where Python or a shape depends on what a tensor holds, checks of it that decide nothing apart."""
-    for node in graph.nodes:
+    for node in needed(graph):
         if node.meta.get("unbacked_bindings") and _used(node):
             raise DynamicError(f"{node.target} in {place_of(node)} takes a value or a shape out of a tensor's contents, "
                                "which only a run has.", hint=VALUE_HINT)
@@ -146,12 +160,15 @@ class _Walk:
         self.owned: Counter[str] = Counter()
         self.end = 0
         self.read: dict[str, ir.Value] = {}
+        self.shared: dict[tuple, ir.Value] = {}
+        """States of attention by the keys, values and window that they were made for."""
+        self.tables: dict[str, torch.Tensor] = {}
 
     def run(self) -> None:
         graph = self.exported.graph
         placeholders = self._placeholders()
         self.symbol = _token_symbol(placeholders)
-        logits = next(n for n in graph.nodes if n.op == "output").args[0][0]
+        logits = _logits(self.exported)
         vocabulary = self._dims(logits.meta["val"].shape)[-1]
         kinds = [dialect.to_type(TensorSpec("i32", (d,))) for d in (TOKENS, TOKENS, TOKENS, SAMPLED)]
         result = dialect.to_type(TensorSpec("f32", (SAMPLED, vocabulary)))
@@ -209,10 +226,21 @@ class _Walk:
 
     def _constant(self, constant: Constant) -> ir.Value:
         value = constant.value
+        if value.numel() > MAX_TABLE and constant.dtype == "f32" and constant.name in self.constants:
+            return self._table(constant)
         if value.is_meta or value.numel() > MAX_CONSTANT:
             size = "has no values on the meta device" if value.is_meta else f"has {value.numel()} elements"
             raise CaptureError(f"the buffer {constant.name!r} {size}; adaptc keeps up to {MAX_CONSTANT} in a program.")
         return self.b.constant(value=value.tolist(), shape=tuple(value.shape), dtype=constant.dtype)
+
+    def _table(self, constant: Constant) -> ir.Value:
+        """A large buffer as a weight; equal ones, of every layer say, are one."""
+        name = next((name for name, value in self.tables.items() if torch.equal(value, constant.value)), constant.name)
+        if name not in self.tables:
+            spec = TensorSpec("f32", tuple(constant.value.shape))
+            self.program.declare(Weight(name, spec, f"{COMPUTED}{name}"))
+            self.tables[name], self.read[name] = constant.value, self._get(name, spec)
+        return self.read[name]
 
     # ---- nodes
 
@@ -229,6 +257,7 @@ class _Walk:
                     # a complex tensor is walked as two real ones: see aten.Complex
                     real = torch.float32 if value.is_complex() else value.dtype
                     self.shape, self.dtype = self._dims(value.shape), self._kind(real)
+                    self._check_flattened(node)
                 self.values[node] = self._apply(rules()[name], node)
             except (LegalityError, CaptureError) as error:
                 raise CaptureError(f"{node.target} in {self.place}: {error.message}", hint=error.hint) from error
@@ -268,12 +297,25 @@ class _Walk:
         return str(expression).replace(str(self.symbol), TOKENS)
 
     def _dims(self, shape) -> tuple[int | str, ...]:
-        dims = tuple(self.number(d) for d in shape)
+        """A traced shape; a dimension of c·T rows as the two that it is made of (see ``aten.FLATTENED``)."""
+        dims = [self.number(d) for d in shape]
+        if dims and (rows := _FLATTENED.fullmatch(str(dims[0]))):
+            dims[:1] = [TOKENS, int(rows[1])]
         for dim in dims:
             if isinstance(dim, str) and dim != TOKENS:
                 raise CaptureError(f"a dimension is {dim}; the only one that may vary is {TOKENS} itself, the step's "
                                    "tokens.")
-        return dims
+        return tuple(dims)
+
+    def _check_flattened(self, node: torch.fx.Node) -> None:
+        """CaptureError where a dimension of c·T rows meets an operator that would take its two parts for dimensions."""
+        tensors = [n.meta["val"] for n in (node, *node.all_input_nodes) if isinstance(n.meta.get("val"), torch.Tensor)]
+        flat = next((t for t in tensors if t.ndim and _FLATTENED.fullmatch(str(self.number(t.shape[0])))), None)
+        numbers = [d for a in node.args[1:] for d in (a if isinstance(a, list) else [a])]
+        counted = key(node) in _DIMENSIONS and any(type(d) is int and d >= 0 for d in numbers)
+        if flat is not None and (key(node) not in FLATTENED or counted):
+            raise CaptureError(f"a dimension is {self.number(flat.shape[0])}; the only one that may vary is {TOKENS} itself, "
+                               "the step's tokens.")
 
     def _kind(self, dtype: torch.dtype) -> str:
         if dtype not in DTYPES:
@@ -298,6 +340,10 @@ class _Walk:
             return x
         return self.b.reshape(x, shape=(wide[0] if wide else 1, width)) if len(wide) <= 1 else None
 
+    def is_table(self, x: ir.Value) -> bool:
+        """Whether it is a large buffer, whose values are exact: nothing may choose a coarser format for it."""
+        return any(self.read[name] == x for name in self.tables)
+
     def end_at(self, positions: int) -> None:
         """Notes that a table has rows for this many positions."""
         self.end = min(self.end or positions, positions)
@@ -319,6 +365,16 @@ class _Walk:
         self.owned[owner] += 1
         self.program.declare(StateSlot(name, spec, self.place.module))
         return self._get(name, spec)
+
+
+def _logits(exported: torch.export.ExportedProgram) -> torch.fx.Node:
+    """What the forward returns, made the graph's only output: what code writes into tensors of its own isn't kept."""
+    kinds = torch.export.graph_signature.OutputKind
+    output = next(n for n in exported.graph.nodes if n.op == "output")
+    ((found, _),) = [pair for pair in zip(output.args[0], exported.graph_signature.output_specs)
+                     if pair[1].kind is kinds.USER_OUTPUT]
+    output.args = ((found,),)
+    return found
 
 
 def _token_symbol(placeholders) -> Any:

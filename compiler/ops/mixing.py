@@ -140,50 +140,66 @@ def _chosen(name: str, rows: np.ndarray, position: int) -> np.ndarray:
 
 
 def _infer_attention(attrs, operands):
-    q, k, v, positions, requests, state, *extras = operands
-    for name, extra in zip(attrs["extras"], extras):
-        if name == "rows":
-            _expect_rows("attention", extra, q.shape[0], attrs["window"])
-            continue
-        own, what = ((extra.shape[2:], "[T, H, D]") if name == "distances" else ((), "one a query head"))
-        expect(extra.dtype == "f32" and extra.shape == (*(q.shape[:2] if own else q.shape[1:2]), *own)
-               and len(own) == (name == "distances"),
-               f"attention: {name} are {extra.dtype}{list(extra.shape)}, expected f32, {what}.")
-    kinds = tuple(o.dtype for o in operands[:5])
-    expect(
-        kinds == ("f32", "f32", "f32", "i32", "i32"),
-        f"attention: operands are {', '.join(kinds)}; expected q, k, v in f32, positions and requests in i32.",
-    )
-    expect(len(state.parts) == 2, f"attention: the state keeps {state.parts}, expected keys and values.")
-    (_, hk, dk), (_, hv, dv) = state.parts
+    q, k, v, *rest = operands
+    (_, hk, dk), (_, hv, dv) = _keys_and_values("attention", rest[2])
+    expect((k.dtype, v.dtype) == ("f32", "f32"), f"attention: k is {k.dtype} and v {v.dtype}, expected f32.")
     expect(
         all(len(o.shape) == 3 and o.shape[0] == q.shape[0] for o in (q, k, v)) and q.shape[2] == k.shape[2],
         f"attention: q is {q.shape}, k {k.shape}, v {v.shape}; expected [T, H, D], [T, Hkv, D], [T, Hkv, Dv].",
     )
     expect(
         k.shape[1:] == (hk, dk) and v.shape[1:] == (hv, dv),
-        f"attention: k is {k.shape} and v {v.shape}, but the state keeps {state.parts}.",
+        f"attention: k is {k.shape} and v {v.shape}, but the state keeps {rest[2].parts}.",
     )
+    return _infer_recall(attrs, (q, *rest), "attention")
+
+
+def _keys_and_values(name: str, state: StateSpec):
+    expect(len(state.parts) == 2, f"{name}: the state keeps {state.parts}, expected keys and values.")
+    return state.parts
+
+
+def _infer_recall(attrs, operands, name="recall"):
+    q, positions, requests, state, *extras = operands
+    (_, hk, dk), (_, hv, dv) = _keys_and_values(name, state)
+    kinds = (q.dtype, positions.dtype, requests.dtype)
+    expect(kinds == ("f32", "i32", "i32"),
+           f"{name}: operands are {', '.join(kinds)}; expected q in f32, positions and requests in i32.")
+    expect(len(q.shape) == 3 and q.shape[2] == dk, f"{name}: q is {q.shape}, expected [T, H, {dk}], as wide as keys.")
     expect(
         positions.shape == requests.shape == q.shape[:1],
-        f"attention: positions are {positions.shape}, requests {requests.shape}; expected one a token, {q.shape[:1]}.",
+        f"{name}: positions are {positions.shape}, requests {requests.shape}; expected one a token, {q.shape[:1]}.",
     )
-    expect(hk == hv, f"attention: {hk} key heads and {hv} value heads.")
-    expect(q.shape[1] % hk == 0, f"attention: {q.shape[1]} query heads don't divide over {hk} key heads.")
-    expect(attrs["window"] == state.window, f"attention: window {attrs['window']}, the state's is {state.window}.")
+    for extra, given in zip(attrs["extras"], extras):
+        if extra == "rows":
+            _expect_rows(name, given, q.shape[0], attrs["window"])
+            continue
+        own, what = (given.shape[2:], "[T, H, D]") if extra == "distances" else ((), "one a query head")
+        expect(given.dtype == "f32" and given.shape == (*(q.shape[:2] if own else q.shape[1:2]), *own)
+               and len(own) == (extra == "distances"),
+               f"{name}: {extra} are {given.dtype}{list(given.shape)}, expected f32, {what}.")
+    expect(hk == hv, f"{name}: {hk} key heads and {hv} value heads.")
+    expect(q.shape[1] % hk == 0, f"{name}: {q.shape[1]} query heads don't divide over {hk} key heads.")
+    expect(attrs["window"] == state.window, f"{name}: window {attrs['window']}, the state's is {state.window}.")
     return (TensorSpec("f32", (q.shape[0], q.shape[1], dv)),)
 
 
 def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
+    """The step's keys and values appended, then ``_recall``."""
+    for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
+        state.append(request, position, (k[t], v[t]))
+    return _recall(attrs, q, positions, requests, state, *extras)
+
+
+def _recall(attrs, q, positions, requests, state: RowState, *extras):
     """softmax(q·kᵀ·scaling [softcapped] [+ bias]) · v over the rows each token may see, in float64: those up to its own,
     or of them those that its row of ``rows`` names (-1: none). The bias of a key d positions before the query is
     -slope · d, by the head's slope (ALiBi, https://arxiv.org/abs/2108.12409), and the query's own distances[d], where it
     has so many. A head's sink is one more score, whose value is 0."""
     given = dict(zip(attrs["extras"], extras))
-    for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
-        state.append(request, position, (k[t], v[t]))
-    groups = q.shape[1] // k.shape[1]
-    result = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32)
+    (_, heads, _), (_, _, width) = state.spec.parts
+    shape = (heads, q.shape[1] // heads, -1)
+    result = np.empty((q.shape[0], q.shape[1], width), np.float32)
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         lo = max(0, position - attrs["window"] + 1) if attrs["window"] else 0
         try:
@@ -194,19 +210,18 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
         if "rows" in given:
             places = _chosen("attention", given["rows"][t], position)
             keys, values = keys[places], values[places]
-        query = q[t].reshape(k.shape[1], groups, -1).astype(np.float64)
+        query = q[t].reshape(shape).astype(np.float64)
         scores = np.einsum("hgd,phd->hgp", query, keys.astype(np.float64)) * attrs["scaling"]
         if attrs["softcap"]:
             scores = attrs["softcap"] * np.tanh(scores / attrs["softcap"])
         if "slopes" in given:
-            slopes = given["slopes"].reshape(k.shape[1], groups, 1).astype(np.float64)
-            scores = scores + slopes * (places - position)
+            scores = scores + given["slopes"].reshape(shape).astype(np.float64) * (places - position)
         if "distances" in given:
             near = given["distances"][t].astype(np.float64)
             near = np.pad(near, ((0, 0), (0, max(0, position + 1 - near.shape[1]))))[:, position - places]
             scores = scores + near.reshape(scores.shape)
         if "sinks" in given:
-            scores = np.concatenate([scores, given["sinks"].reshape(k.shape[1], groups, 1).astype(np.float64)], -1)
+            scores = np.concatenate([scores, given["sinks"].reshape(shape).astype(np.float64)], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         weights = weights[..., : len(places)]
@@ -220,13 +235,19 @@ def _rows_read(window: int, rows) -> str:
 
 
 def _rows_of(attrs, operands) -> list:
-    return [o for name, o in zip(attrs["extras"], operands[6:]) if name == "rows"]
+    given = operands[len(operands) - len(attrs["extras"]) :]
+    return [o for name, o in zip(attrs["extras"], given) if name == "rows"]
 
 
 def _attention_flops(attrs, operands, results):
-    q, _, v = operands[:3]
+    q, (result,) = operands[0], results
     context = _rows_read(attrs["window"], _rows_of(attrs, operands)).split("*")[1]
-    return scaled(size((q.shape[0], q.shape[1], context, q.shape[2] + v.shape[2])), 2)
+    return scaled(size((q.shape[0], q.shape[1], context, q.shape[2] + result.shape[2])), 2)
+
+
+_ATTENTION = {"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}
+_EXTRAS = ("sinks?", "slopes?", "distances?", "rows?")
+_READ = {"rows_read": lambda a, o: _rows_read(a.get("window", 0), _rows_of(a, o)), "earlier": ("rows",)}
 
 
 def _infer_latent(attrs, operands):
@@ -277,7 +298,7 @@ def _latent(attrs, query, row, positions, requests, state: RowState, chosen=None
 
 def _latent_flops(attrs, operands, results):
     tokens, heads, width = operands[0].shape
-    context = _rows_read(0, operands[5:]).split("*")[1]
+    context = _rows_read(0, _rows_of(attrs, operands)).split("*")[1]
     return scaled(size((tokens, heads, context, width + attrs["value_width"])), 2)
 
 
@@ -285,13 +306,12 @@ ROWS = [
     OpRow("rope", ("x", "cos", "sin"), _infer_rope, _rope, attrs={"interleaved": False, "turned": 0},
           factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
-    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", "sinks?", "slopes?", "distances?", "rows?"),
-          _infer_attention, _attention,
-          attrs={"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()},
-          factors="thd,thd,the,t,t,h,h,thn,tk->the",
-          cost=_attention_flops, state=5,
-          rows_read=lambda a, o: _rows_read(a["window"], _rows_of(a, o)), earlier=("rows",)),
+    OpRow("attention", ("q", "k", "v", "positions", "requests", "state", *_EXTRAS), _infer_attention, _attention,
+          attrs=_ATTENTION, factors="thd,thd,the,t,t,h,h,thn,tk->the", cost=_attention_flops, state=5, **_READ),
+    OpRow("recall", ("q", "positions", "requests", "state", *_EXTRAS), _infer_recall, _recall, attrs=_ATTENTION,
+          factors="thd,t,t,h,h,thn,tk->the", cost=_attention_flops, state=3, appends=False, **_READ),
     OpRow("latent_attention", ("query", "row", "positions", "requests", "state", "rows?"), _infer_latent, _latent,
-          attrs={"scaling": REQUIRED, "value_width": REQUIRED}, factors="thd,td,t,t,tk->the", cost=_latent_flops, state=4,
-          rows_read=lambda a, o: _rows_read(0, o[5:]), earlier=("rows",)),
+          attrs={"scaling": REQUIRED, "value_width": REQUIRED, "extras": ()}, factors="thd,td,t,t,tk->the",
+          cost=_latent_flops, state=4, **_READ),
 ]
+"""``recall`` is attention over rows that another operator of the step appends: layers that share keys and values."""

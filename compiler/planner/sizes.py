@@ -42,3 +42,13 @@ def cache_bytes(program: Program, context: int) -> tuple[int, int]:
     kept = (min(context, s.window + s.page_size) if s.window else context for s in states)
     whole = sum(s.token_bytes() * tokens + s.request_bytes() for s, tokens in zip(states, kept))
     return sum(s.token_bytes() for s in states), whole
+
+
+def fixed_bytes(program: Program) -> dict[str, int]:
+    """Bytes that a request takes whatever its length, by what they are: the names of the states' parts."""
+    sizes: dict[str, int] = {}
+    for slot in program.states().values():
+        if slot.spec.kind == "fixed":
+            name = "+".join(name for name, _, _ in slot.spec.parts)
+            sizes[name] = sizes.get(name, 0) + slot.spec.request_bytes()
+    return sizes

@@ -16,6 +16,10 @@ from adaptc.sources.waiver import Waiver, way_on
 
 _MISSING = object()
 
+PER_LAYER = "per_layer_config"
+"""Where transformers' configurations have what single layers differ in: layer → keys, which are read of the layer's own
+configuration, one of the same class."""
+
 
 class ConfigReads:
     """The keys that were read, against those that were given. Nested keys are dotted: ``rope_parameters.factor``.
@@ -30,6 +34,7 @@ class ConfigReads:
         self._declared = dict(type(config).attribute_map)
         self._layer_types = getattr(config, "layer_types", None)
         self._defaults = type(config)
+        self._inner = inner_configs(config)
 
     def unread_keys(self) -> tuple[str, ...]:
         """Given keys that are neither read, under any of their names, nor waived (``adaptc.models.waivers``, or by the
@@ -52,7 +57,19 @@ class ConfigReads:
             return True
         if self._default(key) or self._stated(key):
             return True
-        return any(self._canonical(name) in self.read or self._idle(name) for name in waivers.aliases(key))
+        own = key.split(".", 2)[2] if key.startswith(f"{PER_LAYER}.") and key.count(".") > 1 else key
+        if any(self._canonical(name) in self.read or self._idle(name) for name in waivers.aliases(own)):
+            return True
+        return self._of_inner(key)
+
+    def _of_inner(self, key: str) -> bool:
+        """Whether the key is one of a configuration within this one, and accounted for there."""
+        name, dot, rest = key.partition(".")
+        if not dot or name not in self._inner or not isinstance(self.given.get(name), Mapping):
+            return False
+        inner = ConfigReads(self.given[name], self._inner[name], self.place, self.waiver)
+        inner.read = {path.removeprefix(f"{name}.") for path in self.read if path.startswith(f"{name}.")}
+        return inner._accounted(rest)
 
     def _default(self, key: str) -> bool:
         """Whether leaving the key out would make no difference: its value is the class's own default, or what the class
@@ -63,9 +80,9 @@ class ConfigReads:
             return True
         try:
             without = self._defaults(**{other: value for other, value in self.given.items() if other != key})
-        except Exception:  # whatever a class raises that can't do without the key
+            return getattr(without, key, _MISSING) == self.given[key]
+        except Exception:  # whatever a class raises that can't do without the key, or has it for each layer alone
             return False
-        return getattr(without, key, _MISSING) == self.given[key]
 
     def _stated(self, key: str) -> bool:
         """Whether the value is what the class always does, or what another key says that is accounted for."""
@@ -119,9 +136,8 @@ def recorded_reads(config: Any, given: Mapping[str, Any], place: str,
     from transformers import PreTrainedConfig
 
     prefixes: dict[type, str] = {type(config): ""}
-    for key, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            prefixes.setdefault(type(value), f"{key}.")
+    for key, value in inner_configs(config).items():
+        prefixes.setdefault(type(value), f"{key}.")
     reads = ConfigReads(given, config, place, waiver)
     original = PreTrainedConfig.__getattribute__
 
@@ -141,6 +157,13 @@ def recorded_reads(config: Any, given: Mapping[str, Any], place: str,
         yield reads
     finally:
         PreTrainedConfig.__getattribute__ = original
+
+
+def inner_configs(config: Any) -> dict[str, Any]:
+    """The configurations within a configuration, by their keys."""
+    from transformers import PreTrainedConfig
+
+    return {key: value for key, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
 
 
 def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -67,12 +67,10 @@ class ConvertedTensor:
             part.check_finite()
 
 
-def converted(stored: Mapping[str, SourceTensor], kinds: tuple[str, ...]) -> Mapping[str, SourceTensor | ConvertedTensor]:
-    """``stored`` under the names, and in the pieces, that transformers' classes have them in.
-
-    ``kinds`` are names that the table may know: the class and the model_type, most specific first.
-    """
-    renamings, converters = _transforms(kinds)
+def converted(stored: Mapping[str, SourceTensor], model: Any) -> Mapping[str, SourceTensor | ConvertedTensor]:
+    """``stored`` under the names, and in the pieces, that transformers' ``model`` has them in, which may be on the meta
+    device: its table is asked for each model within it."""
+    renamings, converters = _transforms(model)
     if not renamings and not converters:
         return stored
     from transformers.core_model_loading import dot_natural_key, rename_source_key
@@ -89,7 +87,7 @@ def converted(stored: Mapping[str, SourceTensor], kinds: tuple[str, ...]) -> Map
         else:
             result[target] = stored[name]
     for target, (converter, parts) in collected.items():
-        for tensor in _convert(target, converter, parts):
+        for tensor in _convert(target, converter, parts, model):
             if tensor.name in result:
                 raise InputError(f"the files hold {tensor.name!r} itself, and tensors that it would be made of.")
             result[tensor.name] = tensor
@@ -117,16 +115,15 @@ def joined(name: str, parts: tuple[SourceTensor, ...], alternating: bool) -> Con
     return ConvertedTensor(name, (count, len(parts) * rows, *rest), stored, first.file, parts, move)
 
 
-def _transforms(kinds: tuple[str, ...]) -> tuple[list, list]:
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+def _transforms(model: Any) -> tuple[list, list]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    found = next((table for kind in kinds if (table := get_checkpoint_conversion_mapping(kind))), [])
-    table = [*found, *(get_checkpoint_conversion_mapping("legacy") or [])]
+    table = get_model_conversion_mapping(model)
     return ([t for t in table if isinstance(t, WeightRenaming)], [t for t in table if isinstance(t, WeightConverter)])
 
 
-def _convert(target: str, converter: Any, parts: list[tuple[str, SourceTensor]]) -> list[ConvertedTensor]:
+def _convert(target: str, converter: Any, parts: list[tuple[str, SourceTensor]], model: Any) -> list[ConvertedTensor]:
     import torch
 
     tensors = tuple(tensor for _, tensor in parts)
@@ -137,7 +134,8 @@ def _convert(target: str, converter: Any, parts: list[tuple[str, SourceTensor]])
         one = deepcopy(converter)
         for (pattern, tensor), value in zip(parts, values):
             one.add_tensor(target, tensor.name, pattern, value)
-        return {name: v[0] if isinstance(v, list) else v for name, v in one.convert(target).items()}
+        return {name: v[0] if isinstance(v, list) else v for name, v in
+                one.convert(target, model=model, config=model.config).items()}
 
     try:
         shapes = run(tuple(torch.empty(tensor.shape, device="meta") for tensor in tensors))

@@ -13,6 +13,7 @@ from adaptc.formats import FORMATS
 from adaptc.sources import text
 from adaptc.sources.accounting import leaves
 from adaptc.sources.binding import Binding
+from adaptc.sources.classes import causal_model
 from adaptc.sources.conversion import ConvertedTensor, converted
 from adaptc.sources.derived import python_files
 from adaptc.sources.gguf_file import map_bytes
@@ -61,6 +62,7 @@ class HuggingFaceSource(Source):
         self._given = read_json(folder / "config.json")
         self._check_config()
         self._shards = self._list_shards()
+        self._module: Any = None
         self._stored: dict[str, SourceTensor] = {}
         self._headers: list[str] = []
         for shard, expected in self._shards.items():
@@ -71,10 +73,20 @@ class HuggingFaceSource(Source):
         """As transformers' classes have them: see ``conversion``."""
         if (kept := self.derived.get("tensors")) is not None:
             return {name: self._stored[stored] for name, stored in json.loads(kept).items()}
-        found = converted(self._stored, (*(self._given.get("architectures") or ()), self._given["model_type"]))
+        found = converted(self._stored, self._module or self._bare())
         if all(isinstance(tensor, SourceTensor) for tensor in found.values()):  # else transformers moves the elements
             self.derived.put("tensors", json.dumps({name: tensor.name for name, tensor in found.items()}).encode())
         return found
+
+    def built(self, module: Any) -> None:
+        self._module = module
+
+    def _bare(self) -> Any:
+        """The module with nothing in it, of a model whose program is known."""
+        import torch
+
+        with torch.device("meta"):
+            return causal_model(self.config, self.trust_remote_code)
 
     @cached_property
     def config(self) -> Any:

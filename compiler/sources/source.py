@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load, save
 
 from adaptc import blocks
 from adaptc.errors import InputError
@@ -90,6 +91,21 @@ class Source(ABC):
         description = self.description()
         return Derived.of(None if description is None else (self.kind, options, *description))
 
+    @cached_property
+    def computed(self) -> dict[str, SourceTensor]:
+        """Tables that the model's code computes and no file has, by name, as capture finds them or has kept them."""
+        return _unpacked(kept) if (kept := self.derived.get("computed")) is not None else {}
+
+    def compute(self, values: Mapping[str, np.ndarray]) -> None:
+        """Notes tables (float32) that the program reads as weights."""
+        if values:
+            self.computed = _tensors(values)
+            self.derived.put("computed", save(dict(values)))
+
+    def tensor(self, name: str) -> SourceTensor:
+        """A tensor that a weight of the program is."""
+        return self.computed[name] if name in self.computed else self.tensors[name]
+
     def module(self) -> Any:
         """The authors' module without weights, if the source has one; None when it is built from ``config``."""
         return None
@@ -118,7 +134,7 @@ class Source(ABC):
     def load(self, binding: Binding) -> tuple[WeightFormat, blocks.Codes]:
         """A parameter's codes, rows in the parameter's order, and their format: the stored one, bit for bit, or f32
         where the binding changes values. InputError naming the tensor when a value isn't finite."""
-        tensor = self.tensors[binding.tensor]
+        tensor = self.tensor(binding.tensor)
         format, codes = tensor.format, tensor.codes()
         if binding.add:
             codes = {"codes": blocks.dequantize(format, codes) + blocks.FLOAT_DTYPES["f32"].type(binding.add)}
@@ -128,7 +144,7 @@ class Source(ABC):
             if not format.is_float:  # groups of columns would become groups of rows
                 format, codes = FORMATS["f32"], {"codes": blocks.dequantize(format, codes)}
             return format, {"codes": np.ascontiguousarray(codes["codes"].swapaxes(-1, -2))}
-        rows = binding.rows(tensor.shape[0])
+        rows = binding.rows(tensor.shape[0] if tensor.shape else 1)
         return format, codes if rows is None else blocks.take_rows(codes, rows)
 
     def stored(self) -> dict[str, SourceTensor]:
@@ -141,13 +157,14 @@ class Source(ABC):
         what = "digests of " + json.dumps(self.hashes)
         if (kept := self.derived.get(what)) is not None:
             return json.loads(kept)
-        digests = {name: _sha256_of(tensor.values()) for name, tensor in sorted(self.tensors.items())}
+        every = {**self.tensors, **self.computed}
+        digests = {name: _sha256_of(tensor.values()) for name, tensor in sorted(every.items())}
         self.derived.put(what, json.dumps(digests).encode())
         return digests
 
     def check_finite(self, tensor: str) -> None:
         """InputError when the tensor of that name contains NaN or infinity."""
-        self.tensors[tensor].check_finite()
+        self.tensor(tensor).check_finite()
 
     @contextmanager
     def account_config(self) -> Iterator[ConfigReads]:
@@ -159,6 +176,15 @@ class Source(ABC):
     def check_waived(self) -> None:
         """After capture: OptionError when the caller waives what is used, or what isn't there."""
         self.waiver.check(self.stated(), self.name)
+
+
+def _tensors(values: Mapping[str, np.ndarray]) -> dict[str, SourceTensor]:
+    return {name: SourceTensor(name, array.shape, FORMATS["f32"], np.ascontiguousarray(array, "<f4").view(np.uint8).reshape(-1),
+                               "the model's code") for name, array in values.items()}
+
+
+def _unpacked(kept: bytes) -> dict[str, SourceTensor]:
+    return _tensors(load(kept))
 
 
 def _by_reason(reasons: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Equivalences: one result whatever the way, bit for bit.
 
 Chunked = one-shot, cached = recomputed, batched = alone, any number of threads, any order of pages with NaN in every
-free one, and pages that other requests have left. Each way runs in the run time's own engine. When two ways differ,
+free one, pages that other requests have left, and prefixes that are found again. Each way runs in the run time's own engine. When two ways differ,
 both are run again with every operator's rows recorded, and the first operator whose rows differ is named.
 """
 
@@ -32,7 +32,8 @@ RECORDED = 64
 
 @dataclass(frozen=True)
 class Way:
-    """How prompts are run. ``before``: other prompts that the engine has served and dropped."""
+    """How prompts are run. ``before``: other prompts that the engine has served and dropped. ``reuse``: what those left is
+    found again, also after a preemption in the middle."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -40,6 +41,7 @@ class Way:
     threads: int = 1
     order: int | None = None
     before: tuple[tuple[int, ...], ...] = ()
+    reuse: bool = False
 
 
 def check(subject: Subject, tokens: Sequence[int], progress: Callable) -> Level:
@@ -59,6 +61,7 @@ def check(subject: Subject, tokens: Sequence[int], progress: Callable) -> Level:
         (alone, replace(alone, name="pages in random order", chunk=max(1, length // 3), order=subject.seed)),
         (few, replace(few, name="pages that another request left", before=(other[: 2 * DECODED],),
                       order=subject.seed + 1)),
+        (alone, replace(alone, name="a prefix found again", before=(prompt,), chunk=max(1, length // 3), reuse=True)),
     ]
     if min(s.max for s in plan.symbols) > 1:
         batch = tuple(other[i : i + n] for i, n in ((0, 5), (3, DECODED)))[: min(s.max for s in plan.symbols) - 1]
@@ -104,9 +107,9 @@ def _compare(subject: Subject, first: Way, second: Way) -> list[Finding]:
         return []
     off = float(np.abs(got.astype(np.float64) - expected).max())
     differ = f"logits differ by up to {off:.2e}" if np.isfinite(off) else "some logits are not numbers"
-    where, module, what = "logits", "", ""
-    try:
-        found = _first_difference(subject, first, second)
+    where, module, what = "run time: what is found again" if second.reuse else "logits", "", ""
+    try:  # of what is found again no operator computes the rows
+        found = None if second.reuse else _first_difference(subject, first, second)
     except Disagrees as error:
         found, where, what = None, "run time: the step's inputs", f": {error}"
     if found:
@@ -152,23 +155,27 @@ def score(subject: Subject, way: Way, *, rows: int = ROWS, watch: _Rows | None =
     executable = subject.load(way.threads, pages)
     try:
         used = watch.over(executable) if watch else executable
-        engine = Engine(plan, used, pages, page_order_seed=way.order)
+        engine = Engine(plan, used, pages, page_order_seed=way.order, prefix_cache=way.reuse)
         engine.poison_free_pages()
         for prompt in way.before:
             _run(engine, plan, [prompt], None, rows, watch)
-        return _run(engine, plan, way.prompts, way.chunk, rows, watch)
+        return _run(engine, plan, way.prompts, way.chunk, rows, watch, preempted=way.reuse)
     finally:
         executable.close()
 
 
-def _run(engine: Engine, plan, prompts, chunk, rows: int, watch) -> list[np.ndarray]:
-    outs = []
+def _run(engine: Engine, plan, prompts, chunk, rows: int, watch, preempted: bool = False) -> list[np.ndarray]:
+    outs, requests = [], []
     for prompt in prompts:
         count = min(rows, len(prompt))
         outs.append(np.full((count, plan.vocabulary), np.nan, np.float32))
         if watch:
             watch.owners.promise(prompt)
-        engine.score(prompt, outs[-1], start=len(prompt) - count, chunk=chunk)
+        requests.append(engine.score(prompt, outs[-1], start=len(prompt) - count, chunk=chunk))
+    if preempted:
+        engine.step()
+        engine.preempt(requests[0])
+        engine.poison_free_pages()
     while engine.active:
         engine.step()
         engine.poison_free_pages()

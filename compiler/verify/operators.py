@@ -132,6 +132,8 @@ class Caller:
         operator = row(variant.spec.op)
         if operator.state is not None and not {"positions", "requests"} <= set(operator.operands):
             return "its state isn't addressed by positions and requests"
+        if operator.state is not None and not operator.appends:
+            return "it reads rows that another operator appends; whole steps run it"
         return ""
 
     def outcomes(self, variant: Variant) -> Iterable[Outcome]:

@@ -168,7 +168,7 @@ def _sure(row: OpRow, attrs, operands, index: int, wanted: np.ndarray) -> np.nda
     rng = np.random.default_rng(1)
     sure = np.ones(len(wanted), bool)
     for _ in range(DRAWS):
-        shaken = [_Shaken(o, rng) if isinstance(o, RowState) else _shaken(o, rng) for o in operands]
+        shaken = [_SHAKEN.get(type(o), _shaken)(o, rng) for o in operands]
         moved = np.asarray(row.meaning(attrs, *shaken)[index]) != wanted
         sure &= ~moved.reshape(len(wanted), -1).any(1)
     return sure

@@ -14,7 +14,7 @@ Latent attention is the same over one part whose rows are keys of all heads, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
@@ -319,14 +319,20 @@ def slots_for(state: StateSpec, heads: int) -> int:
     return max(heads * spans, SLOTS) if spans > 1 else 0
 
 
-def _selection(state: StateSpec, heads: int, width: int, value_width: int, attrs: Mapping[str, Any], rows: Sequence[int],
-               extras: Mapping[str, str] = {}, distances: int = 0, chosen: int = 0) -> Selection | None:
+def select(spec: OpSpec) -> Selection | None:
     """Every row is written before any is read, and every piece before any is merged: a kernel each. None for widths
-    that don't fill vectors. ``rows``: the operands that are kept; positions, requests and the state come after them.
-    ``extras``: what else there is, by name; ``distances``: columns of that;
-    ``chosen``: rows that a token chooses, 0 where it reads all."""
-    sizes, kv_heads, latent = (width, value_width, state.key_block), state.parts[0][1], len(state.parts) == 1
-    if any(size % COLUMNS for size in sizes) or (state.dtype, state.scale) not in KEPT.values():
+    that don't fill vectors. Between the queries and positions, requests and the state stand the rows that are kept,
+    none in a ``recall``. Where a state has one part, a value is the first columns of its row."""
+    place = next(i for i, operand in enumerate(spec.operands) if isinstance(operand, StateSpec))
+    (_, heads, width), state = spec.operands[0].shape, spec.operands[place]
+    kept = [f"operand:{i}" for i in range(1, place - 2)]
+    extras = {name: f"operand:{place + 1 + i}" for i, name in enumerate(spec.attrs.get("extras", ()))}
+    distances = next((spec.operands[place + 1 + i].shape[2] for i, name in enumerate(extras) if name == "distances"), 0)
+    latent, kv_heads = len(state.parts) == 1, state.parts[0][1]
+    value_width = int(spec.attrs["value_width"]) if latent else state.parts[1][2]
+    if any(size % COLUMNS for size in (width, value_width, state.key_block)):
+        return None
+    if (state.dtype, state.scale) not in KEPT.values():
         return None
     paging = {
         "dtype": state.dtype, "kv_heads": kv_heads, "latent": latent, "max_pages": state.max_pages,
@@ -335,37 +341,34 @@ def _selection(state: StateSpec, heads: int, width: int, value_width: int, attrs
     division = {
         "heads": heads, "sets": _sets(heads) if latent else kv_heads, "sinks": "sinks" in extras,
         "slots": slots_for(state, heads), "span": SPAN_BLOCKS * state.key_block, "value_width": value_width,
-        "window": int(attrs.get("window", 0)),
+        "window": int(spec.attrs.get("window", 0)),
     }  # fmt: skip
     attend = paging | division | {
-        "distances": distances, "key_block": state.key_block, "scaling": float(attrs["scaling"]),
-        "slopes": "slopes" in extras, "softcap": float(attrs.get("softcap", 0.0)),
+        "distances": distances, "key_block": state.key_block, "scaling": float(spec.attrs["scaling"]),
+        "slopes": "slopes" in extras, "softcap": float(spec.attrs.get("softcap", 0.0)),
     }  # fmt: skip
     merge = division | {"width": width, "key_block": state.key_block}  # which decide the vectors
-    after = rows[-1] + 1
-    where, cache = (f"operand:{after}", f"operand:{after + 1}"), (f"state:{after + 2}", f"pages:{after + 2}")
+    where, cache = (f"operand:{place - 2}", f"operand:{place - 1}"), (f"state:{place}", f"pages:{place}")
     slots = ["scratch:0"] if division["slots"] else []
     merged = [operand for name, operand in extras.items() if name == "sinks"]
-    append = ("kv_append", paging, (*(f"operand:{i}" for i in rows), *where, *cache))
-    if chosen:
-        return _select_chosen(append, paging, attend, chosen, ("operand:0", where[1], *cache, *extras.values(), "result:0"))
-    uses = [
-        append,
-        ("attend", attend, ("operand:0", *where, *cache, *extras.values(), *slots, "result:0")),
-    ]
+    append = [("kv_append", paging, (*kept, *where, *cache))] if kept else []
+    if "rows" in extras:
+        return _select_chosen(append, paging, attend, spec.operands[-1].shape[1],
+                              ("operand:0", where[1], *cache, *extras.values(), "result:0"))
+    uses = [*append, ("attend", attend, ("operand:0", *where, *cache, *extras.values(), *slots, "result:0"))]
     if slots:
         uses.append(("attend_merge", merge, (*where, *merged, *slots, "result:0")))
     return Selection(uses_of(uses), (_pieces(division),) if division["slots"] else ())
 
 
-def _select_chosen(append: tuple, paging: Mapping[str, Any], attend: Mapping[str, Any], chosen: int,
+def _select_chosen(append: list[tuple], paging: Mapping[str, Any], attend: Mapping[str, Any], chosen: int,
                    args: tuple[str, ...]) -> Selection | None:
     """``attend_rows`` in place of ``attend``, which has no biases by distance."""
     if attend["slopes"] or attend["distances"]:
         return None
     names = ("heads", "key_block", "scaling", "sets", "sinks", "softcap")
     params = dict(paging) | {name: attend[name] for name in names} | {"top_k": chosen}
-    return Selection(uses_of([append, ("attend_rows", params, args)]))
+    return Selection(uses_of([*append, ("attend_rows", params, args)]))
 
 
 def uses_of(uses: list[tuple]) -> tuple[KernelUse, ...]:
@@ -377,21 +380,6 @@ def _sets(heads: int) -> int:
     return next(sets for sets in range(1, heads + 1) if heads % sets == 0 and heads // sets <= TILE_ROWS)
 
 
-def select(spec: OpSpec) -> Selection | None:
-    query, key, value, _, _, state, *_ = spec.operands
-    extras = {name: f"operand:{6 + i}" for i, name in enumerate(spec.attrs.get("extras", ()))}
-    distances = spec.operands[6 + [*extras].index("distances")].shape[2] if "distances" in extras else 0
-    chosen = spec.operands[-1].shape[1] if "rows" in extras else 0
-    return _selection(state, query.shape[1], key.shape[2], value.shape[2], spec.attrs, (1, 2), extras, distances, chosen)
-
-
-def select_latent(spec: OpSpec) -> Selection | None:
-    _, heads, width = spec.operands[0].shape
-    chosen = spec.operands[5].shape[1] if len(spec.operands) > 5 else 0
-    return _selection(spec.operands[4], heads, width, spec.attrs["value_width"], spec.attrs, (1,),
-                      {"rows": "operand:5"} if chosen else {}, chosen=chosen)
-
-
-SELECT = {"attention": select, "latent_attention": select_latent}
+SELECT = dict.fromkeys(("attention", "recall", "latent_attention"), select)
 
 NEEDS = dict.fromkeys(SELECT, f"widths of keys and values that are multiples of {COLUMNS}")
