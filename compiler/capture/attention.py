@@ -81,9 +81,14 @@ def raised(exported: torch.export.ExportedProgram, constants: Mapping[str, torch
             _by_distance(graph, node, masks)
         except Unproven as reason:
             problems.append(f"the position bias of attention in {place_of(node)} isn't one that adaptc has: {reason}")
+    return finished(exported, problems, HINT)
+
+
+def finished(exported: torch.export.ExportedProgram, problems: list[str], hint: str) -> torch.export.ExportedProgram:
+    """The program whose graph was changed; CaptureError with all ``problems`` where there are any."""
     if problems:
-        raise CaptureError(". ".join(dict.fromkeys(problems)) + ".", hint=HINT)
-    graph.eliminate_dead_code()
+        raise CaptureError(". ".join(dict.fromkeys(problems)) + ".", hint=hint)
+    exported.graph.eliminate_dead_code()
     exported.graph_module.recompile()
     return exported
 

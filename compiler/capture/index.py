@@ -17,10 +17,9 @@ from torch.utils._sympy.functions import Min
 
 from adaptc.capture import hooks
 from adaptc.capture.attention import (AFFINE, COPIES, PRODUCTS, VIEWS, Inserter, Masks, Unproven, drop_checks,
-                                      is_of_pairs, pairs_stay)
+                                      finished, is_of_pairs, pairs_stay)
 from adaptc.capture.places import place_of
 from adaptc.capture.walk import key, writes
-from adaptc.errors import CaptureError
 
 HINT = ("adaptc's index sums weight · relu(q·k) over its heads, looks at all tokens before one, and gives what it chooses "
         "to attention alone.")
@@ -62,11 +61,7 @@ def indexed(exported: torch.export.ExportedProgram, constants: Mapping[str, torc
             _replace(graph, _found(node, masks, context))
         except Unproven as reason:
             problems.append(f"{node.target} in {place_of(node)} isn't an index that adaptc has: {reason}")
-    if problems:
-        raise CaptureError(". ".join(dict.fromkeys(problems)) + ".", hint=HINT)
-    graph.eliminate_dead_code()
-    exported.graph_module.recompile()
-    return exported
+    return finished(exported, problems, HINT)
 
 
 def _is_choice(node: torch.fx.Node) -> bool:
