@@ -47,7 +47,7 @@ def operators() -> str:
         for row in module.ROWS:
             attrs = ", ".join(f"{name}: {show(value)}" for name, value in row.attrs.items())
             flags = [name for name in ("views", "aliases", "elementwise") if getattr(row, name)]
-            flags += ["state"] if row.state is not None else []
+            flags += [f"state ({row.keeps})"] if row.state is not None else []
             operands = ", ".join(row.operands)
             lines.append(f"| `{row.name}` | {_cell(operands)} | {_cell(attrs)} | `{row.factors}` | {', '.join(flags)} | "
                          f"{'yes' if row.decompose else ''} |")

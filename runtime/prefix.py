@@ -66,6 +66,8 @@ class PrefixCache:
     def name(self, request) -> None:
         """Lets the pages that a request has filled, up to its length, be found. Once or twice is the same."""
         length, size = request.length, self._size
+        if length // size == request.prefix.named // size:  # as in most decode steps
+            return
         keys = self._keys(request, length)
         for table in request.tables:
             if isinstance(table, BlockTable):

@@ -109,6 +109,12 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+def latent_row(family: str) -> int:
+    """Columns of the one row a token that latent attention needs; 0 for a family without."""
+    keys = FAMILIES[family].keys
+    return keys["kv_lora_rank"] + keys["qk_rope_head_dim"] if "kv_lora_rank" in keys else 0
+
+
 def write(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     """A model directory of the family; ``changes`` are configuration keys."""
     row = FAMILIES[family]

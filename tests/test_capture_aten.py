@@ -53,6 +53,7 @@ FUNCTIONS = {
     "sub_alpha": lambda m, x: torch.sub(x, x + 1, alpha=3),
     "add_alpha": lambda m, x: torch.add(x, x * x, alpha=-0.5),
     "maximum_of_two": lambda m, x: torch.max(x, 0.3 - x) + torch.min(x, 0.2 * x),
+    "lists_in_indices": lambda m, x: x.view(1, -1, 4, 8)[:, :, [-1, 0, -4, 2]].flatten(2),
     "extremes": lambda m, x: x * x.max(-1, keepdim=True)[0] + x.min(-1, keepdim=True)[0],
     "integers_and_floats": lambda m, x: x * (x > torch.arange(32)) + x * (torch.arange(32) > 10 * x),
     "conditions_and_integers": lambda m, x: x * ((x > 0) < torch.arange(32)) + x * ((x > 0) == 1),
@@ -86,7 +87,7 @@ def test_operators_mean_what_torchs_do(name):
 
 
 @pytest.mark.parametrize("function, words", [
-    (lambda m, x: x * (~torch.arange(32)), "complements the bits of i32"),
+    (lambda m, x: x * (~torch.arange(32)), "works on the bits of i32"),
     (lambda m, x: x.scatter(-1, x.topk(32)[1], x * 2), "writes a tensor's elements at chosen places"),
 ])  # fmt: skip
 def test_what_has_another_meaning_is_refused(function, words):

@@ -75,6 +75,21 @@ def test_functions_of_one_token_and_its_position_pass():
     assert program.stage == "captured"
 
 
+def test_all_that_cannot_be_captured_is_listed_at_once():
+    """An operator without a rule, one whose rule doesn't take it so, and one that mixes tokens, each in two layers."""
+
+    def function(m, x):
+        y = torch.special.i0(x) + x.topk(3, largest=False).values.sum(-1, keepdim=True)
+        return torch.nn.functional.layer_norm(y + x.mean(1, keepdim=True), (32,))
+
+    module = llama(function)
+    module.lm_head = torch.nn.Sequential(Mixer(function), *module.lm_head)
+    message = error(module)
+    assert "3 things" in message and message.count("in 1 more place") == 3
+    for number, words in enumerate(("1 operator.s. of this model: aten.i0.default", "aten.topk.default", "reduce"), 1):
+        assert re.search(rf"\({number}\) [^:]*{words} in module lm_head.0 .test_capture_errors", message), message
+
+
 def test_every_unknown_operator_is_listed():
     special = torch.special
     message = error(llama(lambda m, x: special.bessel_j0(x) + special.erfcx(x) + special.bessel_j0(x)))
@@ -115,7 +130,14 @@ def test_hooks_are_removed_after_an_error():
 
 
 def test_large_buffers():
+    """Numbers are a weight that the files don't have, whichever layers have them; nothing else may be so large."""
     module = llama(lambda m, x: x + m.table[:32].to(x))
-    module.lm_head[0].register_buffer("table", torch.zeros(1 << 17), persistent=False)
+    module.lm_head = torch.nn.Sequential(Mixer(module.lm_head[0].function), *module.lm_head)
+    for mixer in module.lm_head[:2]:
+        mixer.register_buffer("table", torch.arange(1 << 17) / 3.0, persistent=False)
+    weights = capture_module(module, module.config).weights()
+    assert [w.tensor for w in weights.values() if "table" in w.name] == ["computed:lm_head.0.table"]
+    for mixer in module.lm_head[:2]:
+        mixer.table = mixer.table.long()
     message = error(module)
     assert "lm_head.0.table" in message and "131072" in message

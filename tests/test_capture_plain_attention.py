@@ -113,12 +113,6 @@ def one_key_head(m, q, k, v, mask):
     return finish(product(q, k[:, :1]) / ROOT + mask, v[:, :1])
 
 
-def slanted(m, q, k, v, mask):
-    """ALiBi as its paper writes it: by the key's distance."""
-    i, j = counted(q.shape[2])
-    return finish(product(q, k) / ROOT + torch.tensor(SLOPES).view(4, 1, 1) * (j - i) + mask, v)
-
-
 def slanted_by_key(m, q, k, v, mask):
     """ALiBi by the key's position, within a sum of a product, as Bloom has it."""
     heads, t, width = q.shape[1:]
@@ -131,7 +125,7 @@ def slanted_by_key(m, q, k, v, mask):
 
 def slanted_window(m, q, k, v, mask):
     i, j = counted(q.shape[2])
-    scores = product(q, k) / ROOT + 0.3 * j
+    scores = product(q, k) / ROOT + torch.tensor(SLOPES).view(4, 1, 1) * (j - i)
     return finish(scores.masked_fill((j > i) | (i - j >= WINDOW), -math.inf), v)
 
 
@@ -161,11 +155,10 @@ def sdpa_mask(m, q, k, v, mask):
 
 RAISED = {f.__name__: f for f in (
     cut_table, multiplied, in_place, flat_heads, added_product, in_float32, compared, inverted, windowed,
-    window_of_tables, one_key_head, slanted, slanted_by_key, slanted_window, sdpa_slanted, sdpa_causal,
+    window_of_tables, one_key_head, slanted_by_key, slanted_window, sdpa_slanted, sdpa_causal,
     sdpa_mask)}  # fmt: skip
 WINDOWS = {"windowed": WINDOW, "window_of_tables": WINDOW, "slanted_window": WINDOW}
-SLANTED = {"slanted": SLOPES, "slanted_by_key": (0.25, 0.0625, 0.015625, 0.00390625), "slanted_window": (0.3,) * 4,
-           "sdpa_slanted": (0.5,) * 4}
+SLANTED = {"slanted_by_key": (0.25, 0.0625, 0.015625, 0.00390625), "slanted_window": SLOPES, "sdpa_slanted": (0.5,) * 4}
 
 
 def unmasked(m, q, k, v, mask):

@@ -29,11 +29,11 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     return x.astype(STORED[dtype]).astype(np.float32)
 
 
-def formula(q, k, v, positions, scaling, window, softcap):
+def formula(q, k, v, positions, scaling, window, softcap, chunked=False):
     """softmax(q·kᵀ) v of one request in float64: q [t,H,D] at ``positions``, k [P,Hkv,D], v [P,Hkv,Dv]."""
     out = np.empty((*q.shape[:2], v.shape[2]))
     for t, p in enumerate(positions):
-        lo = max(0, p - window + 1) if window else 0
+        lo = p // window * window if chunked else max(0, p - window + 1) if window else 0
         for h in range(q.shape[1]):
             kv = h // (q.shape[1] // k.shape[1])
             s = k[lo : p + 1, kv].astype(np.float64) @ q[t, h].astype(np.float64) * scaling
@@ -47,7 +47,7 @@ class Cache:
     """Pools of NaN, in which requests get pages in random order; feeds steps to the kernels."""
 
     def __init__(self, heads=4, kv_heads=2, width=16, value_width=16, dtype="f16", window=0, softcap=0.0, page_size=8,
-                 key_block=16, lengths=(40,), seed=0, scale=1.0, level=None):
+                 key_block=16, lengths=(40,), seed=0, scale=1.0, level=None, chunked=False):
         rng = np.random.default_rng(seed)
         self.lengths, self.dtype, self.level = lengths, dtype, level
         self.data = [
@@ -57,7 +57,7 @@ class Cache:
             )
             for n in lengths
         ]
-        self.scaling, self.window, self.softcap = width**-0.5, window, softcap
+        self.scaling, self.window, self.softcap, self.chunked = width**-0.5, window, softcap, chunked
         needed = [-(-n // page_size) for n in lengths]
         max_pages = max(needed) + 2
         page = kv_heads * page_size * (width + value_width + (8 if dtype == "i8" else 0))
@@ -73,7 +73,7 @@ class Cache:
             "attention",
             (*(TensorSpec("f32", ("T", *s)) for s in shapes), *(TensorSpec("i32", ("T",)),) * 2, state),
             (TensorSpec("f32", ("T", heads, value_width)),),
-            {"scaling": self.scaling, "window": window, "softcap": softcap},
+            {"scaling": self.scaling, "window": window, "softcap": softcap, "chunked": chunked},
         )
         self.page_size = page_size
 
@@ -93,7 +93,7 @@ class Cache:
     def expected(self, request, positions):
         q, k, v = self.data[request]
         return formula(q[positions], rounded(k, self.dtype), rounded(v, self.dtype), positions, self.scaling,
-                       self.window, self.softcap)
+                       self.window, self.softcap, self.chunked)
 
     def drop(self, request, below):
         """Overwrites with NaN the rows of positions under ``below``, as a page that was given back and reused; whole
@@ -345,6 +345,16 @@ def test_widths_that_do_not_fill_vectors_are_declined():
     assert "multiples of 4" in attention.NEEDS["attention"]
 
 
+@pytest.mark.parametrize("chunk, page_size", [(7, 3), (16, 8)])
+def test_chunks(chunk, page_size):
+    """A token sees its own chunk's, from its first on; cut otherwise it has the same bits."""
+    cache = Cache(window=chunk, chunked=True, page_size=page_size, lengths=(60, 33))
+    rows = everything(cache)
+    whole = cache.step(rows, 3)
+    check(cache, whole, rows)
+    assert np.array_equal(cache.step(rows[20:31]), whole[20:31])
+
+
 @pytest.mark.parametrize("window, tokens", [(0, 23), (5, 23), (0, 280)])
 def test_sinks(window, tokens):
     """A head's sink takes its share of the softmax; chunked, alone and shared by threads it gives the same bits."""
@@ -378,8 +388,8 @@ def test_sinks(window, tokens):
 
 
 @pytest.mark.parametrize("window, tokens, dtype, extras", [
-    (0, 23, "f16", ("slopes",)), (5, 23, "i8", ("slopes",)), (0, 280, "f32", ("sinks", "slopes")),
-    (0, 60, "f32", ("distances",)), (9, 33, "f16", ("slopes", "distances"))])
+    (5, 23, "i8", ("slopes",)), (0, 280, "f32", ("sinks", "slopes")), (0, 60, "f32", ("distances",)),
+    (9, 33, "f16", ("slopes", "distances"))])
 def test_biases_by_distance(window, tokens, dtype, extras):
     """A head's scores fall with distance by its slope, or each query has a bias for the 21 last keys; chunked, alone and
     shared by threads it gives the same bits."""

@@ -14,6 +14,7 @@ import cpu_kernel
 import numpy as np
 import pytest
 import test_cpu_attention
+import test_cpu_head_linear
 import test_cpu_kernels
 import test_cpu_linear
 import test_cpu_recurrent
@@ -37,7 +38,7 @@ X86 = ("x86-64-v2", "x86-64-v3", "x86-64-v3+avxvnni", "x86-64-v4", VNNI)
 EVERY = (*X86, "armv8-a")
 
 STATE = {"dtype": "f16", "kv_heads": 1, "max_pages": 4, "page_size": 4, "scale": "", "value_width": 16, "width": 16}
-MERGE = {"heads": 2, "key_block": 16, "kv_heads": 1, "sinks": False, "slots": 9, "span": 32, "value_width": 16,
+MERGE = {"chunked": False, "heads": 2, "key_block": 16, "sets": 1, "sinks": False, "slots": 9, "span": 32, "value_width": 16,
          "width": 16, "window": 0}
 ATTEND = STATE | MERGE | {"scaling": 0.25, "distances": 0, "slopes": False, "softcap": 0.0}
 AS = lambda dtype: (("dtype", dtype),)
@@ -254,6 +255,8 @@ OTHERS = [
     lambda: test_cpu_kernels.test_top_k(("T", 3)),
     lambda: test_cpu_kernels.test_expert_linear("q4_k", 256, True, True, 13),
     lambda: test_cpu_kernels.test_expert_linear("bf16", 64, False, False, 24),
+    lambda: test_cpu_head_linear.test_heads_rows_by_their_own_matrices("bf16", True, 24, 64),
+    lambda: test_cpu_head_linear.test_heads_rows_by_their_own_matrices("q6_k", False, 24, 512),
 ]  # fmt: skip
 ATTENTION = [
     lambda: test_cpu_attention.test_formula_over_page_sizes_and_dtypes(3, "f16"),
@@ -261,6 +264,7 @@ ATTENTION = [
     lambda: test_cpu_attention.test_shapes(9, 3, 64, 64, 32), lambda: test_cpu_attention.test_windows(17, 16),
     lambda: test_cpu_attention.test_bits_over_threads_chunks_and_batches(11, 3, 3, "i8"),
     lambda: test_cpu_attention.test_bits_over_spans(3, 1, 0, 0.0, 16, "f16"), lambda: test_cpu_attention.test_sinks(5, 23),
+    lambda: test_cpu_attention.test_latent_rows_are_keys_and_values(40, 24, 16, 3, "bf16"),
 ]  # fmt: skip
 RECURRENT = [lambda name=name: test_cpu_recurrent.test_formula(test_cpu_recurrent.CASES[name])
              for name in ("convolve", "delta rule", "many rows", "numbers", "running_max")]

@@ -14,7 +14,9 @@ import pytest
 import adaptc
 from adaptc import driver
 from adaptc.ir.module import Program
-from adaptc.verify import verify
+from adaptc.plan import Plan
+from adaptc.verify import operators, verify
+from adaptc.verify.subject import Subject
 
 pytestmark = pytest.mark.usefixtures("kept_captures")
 
@@ -30,10 +32,33 @@ def test_prefill_and_steps_are_the_authors_forward(name, tmp_path):
     report = families.compile_family(folder, tmp_path / "a.adapt", after=families.keep_leftovers(left))
     assert not [row.op for row in report.coverage if row.status == "missing"]
     assert not left, "the fused form still has patterns that passes should have raised"
+    if latent := families.latent_row(name):
+        assert kept(tmp_path / "a.adapt") == {4 * latent}, "a latent row a token, not keys and values of all heads"
     result = families.check(folder, tmp_path / "a.adapt", seed, threads=1 + seed % 2)
     assert result.same, "the same sequence, cut otherwise, gives other bits"
     assert result.worst <= families.TOLERANCE
     assert result.near <= 0.05, "too many tokens with a near-tie in a router"
+
+
+def kept(artifact) -> set[int]:
+    """Bytes that a token takes in each state."""
+    return {state.token_bytes() for state in Plan.from_json((artifact / "plan.json").read_text()).states}
+
+
+def test_latent_rows_in_eight_bits(tmp_path):
+    """Codes and one scale a token; what reads and writes them is as the operators mean it, over all ranges of values."""
+    name = "deepseek_v2"
+    folder = families.write(tmp_path / "model", name, 0)
+    families.compile_family(folder, tmp_path / "a.adapt", kv="int8", weights="int8")
+    assert kept(tmp_path / "a.adapt") == {families.latent_row(name) + 4}
+    subject = Subject(tmp_path / "a.adapt")
+    caller = operators.Caller(subject)
+    caller.use(subject.level)
+    mine = [v for v in operators.variants(subject) if v.spec.op in ("latent_attention", "head_linear")]
+    assert len(mine) == 3
+    for variant in mine:
+        furthest = max(caller.outcomes(variant), key=lambda outcome: outcome.excess.ratio)
+        assert furthest.excess.ratio <= 1, (variant.spec.op, furthest)
 
 
 WIDER = {

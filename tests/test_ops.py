@@ -403,6 +403,7 @@ REFUSED = [
     ("latent_attention", (f("T", 4, 8), f("T", 8), *HEADS[3:], LATENT), {"scaling": 1.0, "value_width": 9}, "first 9 of 8"),
     ("attention", (*HEADS, f("T")), {"scaling": 1.0}, "operand 5 must be a state"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "window": 4}, "window 4, the state's is 0"),
+    ("attention", (*HEADS, KV), {"scaling": 1.0, "chunked": True}, "chunked without a window"),
     ("attention", (f("T", 3, 8), *HEADS[1:], KV), {"scaling": 1.0}, "don't divide"),
     ("attention", (*HEADS[:3], t("i32", "S"), t("i32", "S"), KV), {"scaling": 1.0}, "expected one a token"),
     ("attention", (*HEADS, KV), {"scaling": 1.0, "softcap": "none"}, "'softcap' must be of kind float"),
@@ -669,6 +670,17 @@ def test_a_sink_is_a_score_without_a_value():
     scores = torch.cat([scores, torch.tensor(sinks).double()[:, None, None].expand(4, 5, 1)], -1)
     want = (scores.softmax(-1)[..., :-1] @ wide(v)).transpose(0, 1)
     np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_chunked_attention_ends_at_a_chunks_start():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((7, 2, 8)).astype(np.float32) for _ in range(3))
+    attrs = row("attention").complete({"scaling": 0.3, "window": 3, "chunked": True})
+    state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", 3, 0, 0, 0))
+    (got,) = row("attention").meaning(attrs, q, k, v, np.arange(7), np.zeros(7, int), state)
+    for lo, hi in ((0, 3), (3, 6), (6, 7)):
+        want = plain_attention(q[lo:hi], k[lo:hi], v[lo:hi], scaling=0.3, window=0, softcap=0.0)
+        np.testing.assert_allclose(got[lo:hi], want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_slope_is_a_bias_by_distance():

@@ -482,7 +482,20 @@ def _index(w, x, indices):
     given = [i for i, index in enumerate(indices) if index is not None]
     if len(given) != 1:
         raise CaptureError(f"it is indexed by {len(given)} tensors; expected one.")
-    return _reshape(w, _picked(w, x, given[0], _numbers(w, indices[given[0]])))
+    rows = _from_start(w, _numbers(w, indices[given[0]]), w.b.shape(x)[given[0]])
+    return _reshape(w, _picked(w, x, given[0], rows))
+
+
+def _from_start(w, rows: ir.Value, size: int | str) -> ir.Value:
+    """Numbers of slices, of which known ones below 0 count from the end of ``size``."""
+    known = _elements(rows)
+    if not (known < 0).any():
+        return rows
+    if isinstance(size, str):
+        raise CaptureError(f"it counts from the end of a dimension of {size}.")
+    (count,) = w.b.shape(rows)
+    numbers = [int(n) + size if n < 0 else int(n) for n in np.broadcast_to(known, count)]
+    return w.b.constant(value=numbers, shape=(count,), dtype="i32")
 
 
 def _index_select(w, x, dim, index):
@@ -739,17 +752,17 @@ def _request_length(w, positions):
 def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
     """q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv] → [1,T,H,Dv]; the keys a token sees are the mask's. ``extras`` are
     operands of the row's by their ``names``. Keys and values that another attention has are kept once."""
-    if getattr(mask, "kind", None) not in ("causal", "sliding"):
+    if getattr(mask, "kind", None) not in ("causal", "sliding", "chunked"):
         kind = getattr(mask, "kind", "computed")
-        raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window.")
+        raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window or chunks.")
     if window not in (0, mask.window):
         raise CaptureError(f"the attention is given a window of {window} and a mask with one of {mask.window}.")
     if "pairs" in names:
         raise CaptureError("it is given a bias for each pair of tokens, which adaptc's attention doesn't have.")
-    shared = (k, v, mask.window)
+    shared = (k, v, mask)
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
-    attrs = dict(scaling=scaling, window=mask.window, softcap=softcap, extras=tuple(names))
+    attrs = dict(scaling=scaling, window=mask.window, chunked=mask.kind == "chunked", softcap=softcap, extras=tuple(names))
     extras = [w.b.reshape(x, shape=w.b.shape(x)[1:]) if name == "rows" else w.value(x) for name, x in zip(names, extras)]
     where = (w.positions, w.requests)
     if shared in w.shared:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from adaptc.capture import recurrence
 from adaptc.capture.loops import ExpertLoops
+from adaptc.capture.problems import Problems
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
@@ -101,7 +102,7 @@ def _expert_linear_shape(x, experts, weight, bias, transposed):
 
 
 @contextmanager
-def installed(module: torch.nn.Module) -> Iterator[None]:
+def installed(module: torch.nn.Module, problems: Problems) -> Iterator[None]:
     """Traces of ``module`` within the block contain our operators; afterwards everything is as before."""
     from transformers import masking_utils
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -113,12 +114,12 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(recurrence.installed(module))
         functions = ALL_ATTENTION_FUNCTIONS._local_mapping
-        stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names)}))
+        stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names, problems)}))
         experts = ALL_EXPERTS_FUNCTIONS._local_mapping
         stack.enter_context(mock.patch.dict(experts, {IMPLEMENTATION: _experts}))
         for name, kind in MASKS.items():
             for place in _holders(name, getattr(masking_utils, name)):
-                stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind)}))
+                stack.enter_context(mock.patch.dict(place, {name: _mask(getattr(masking_utils, name), kind, problems)}))
         module.set_attn_implementation(IMPLEMENTATION)
         stack.callback(module.set_attn_implementation, before)
         device = next(module.parameters()).device
@@ -219,7 +220,7 @@ def _holders(name: str, function: Callable) -> list[dict]:
     return [vars(m) for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
 
 
-def _mask(original: Callable, kind: str) -> Callable:
+def _mask(original: Callable, kind: str, problems: Problems) -> Callable:
     @functools.wraps(original)
     def marker(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -227,23 +228,24 @@ def _mask(original: Callable, kind: str) -> Callable:
         config = given["config"]
         changed = [key for key, value in given.items() if value is not None and key not in MASK_INPUTS]
         if changed:
-            raise CaptureError(
+            problems.add(CaptureError(
                 f"{original.__name__} of a {config.model_type} model is given {', '.join(changed)}, a mask that adaptc "
                 "has no operator for; it captures causal and sliding-window attention."
-            )
+            ))
         causal = getattr(config, "is_causal", True)
         width = getattr(config, WIDTHS[kind]) if kind in WIDTHS else 0
         padding = given.get("attention_mask")
         if padding is not None and (not isinstance(padding, torch.Tensor) or padding.ndim != 2):
-            raise CaptureError(f"{original.__name__} of a {config.model_type} model is given a mask that isn't a row of "
-                               "tokens to keep, which adaptc has no operator for.")
+            problems.add(CaptureError(f"{original.__name__} of a {config.model_type} model is given a mask that isn't a row "
+                                      "of tokens to keep, which adaptc has no operator for."))
+            padding = None
         return torch.ops.adaptc.mask(given["inputs_embeds"], padding, kind if causal else "bidirectional",
                                      int(width or 0), given.get("block_sequence_ids"))
 
     return marker
 
 
-def _attention(names: dict[int, str]) -> Callable:
+def _attention(names: dict[int, str], problems: Problems) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
                   softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, **keywords):
         name = names.get(id(module), type(module).__name__)
@@ -251,10 +253,10 @@ def _attention(names: dict[int, str]) -> Callable:
         unknown += ["dropout"] if dropout else []
         unknown += ["position_bias beside softcap"] if position_bias is not None and softcap else []
         if unknown:
-            raise CaptureError(
+            problems.add(CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
                 "attention operator doesn't have; it has scaling, sliding_window, softcap, s_aux, indices and position_bias."
-            )
+            ))
         if attention_mask is None:
             raise CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given no mask, so that what a token sees "

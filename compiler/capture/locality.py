@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from adaptc.capture.problems import Problems
 from adaptc.capture.trace import TOKENS
 from adaptc.errors import LocalityError
 from adaptc.ir import dialect
@@ -23,18 +24,23 @@ from adaptc.protocol import TensorSpec
 _LOCATION = re.compile(r'loc\("([^"]+)":(\d+):\d+\)')
 
 
-def check_locality(program: Program) -> None:
-    """LocalityError naming the first operator that mixes tokens, its module and, fresh from a trace, its source line."""
+def check_locality(program: Program, problems: Problems) -> None:
+    """Adds a LocalityError for each operator that mixes tokens, naming its module and, fresh from a trace, its source
+    line."""
+    mixed: set[Any] = set()
     sampled = program.step.entry_block.arguments[ROLES.index("sampled")]
     for _, op in program.operators():
         if any(operand == sampled for operand in op.operation.operands):
             continue  # picks the rows that @step's caller asks for; authors' code never sees them
         problem = _problem(op)
+        follows = mixed.intersection(op.operation.operands)  # from what has been told already
         if problem:
-            raise LocalityError(
+            mixed.update(op.operation.results)
+        if problem and not follows:
+            problems.add(LocalityError(
                 f"{short_name(op)} in {_place(op)} mixes tokens: {problem}. Serving in steps needs every token's "
                 "result to depend on other tokens through attention's state alone."
-            )
+            ))
 
 
 def _problem(op: Any) -> str:

@@ -13,7 +13,9 @@ from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.index import indexed
 from adaptc.capture.locality import check_locality
-from adaptc.capture.walk import COMPUTED, Stored, walk
+from adaptc.capture.problems import Problems
+from adaptc.capture.walk import COMPUTED, Stored, unknown, walk
+from adaptc.errors import CaptureError
 from adaptc.ir import legality
 from adaptc.ir.module import Program
 
@@ -61,21 +63,28 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
 
 def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored], folded: bool,
               found: Sequence[repeat.Stack]) -> Program:
-    text = config.get_text_config()
+    text, problems = config.get_text_config(), Problems()
     with _evaluated(module), hooks.both_frequencies(module):
         constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
-        with build.on_one_device(module), hooks.installed(module):
+        with build.on_one_device(module), hooks.installed(module, problems):
             if found:
                 repeat.prove(module, found, trace.samples(_context(text)))
             with repeat.cut(module, found):
                 exported = trace.trace(module, _context(text))
     fixed = {name: value for name, value in constants.items() if name not in stored}
-    exported = raised(indexed(exported, fixed, _context(text)), fixed, _context(text))
-    program = walk(convolution.raised(exported), stored, constants)
+    try:
+        exported = indexed(exported, fixed, _context(text))
+        exported = convolution.raised(raised(exported, fixed, _context(text)))
+    except CaptureError as error:
+        problems.add(error)
+        unknown(exported, problems)
+        problems.check()
+    program = walk(exported, stored, constants, problems)
     program.set_fact("context", min(filter(None, (_context(text), program.fact("context"))), default=0))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
+    check_locality(program, problems)
+    problems.check()
     legality.check(program)
-    check_locality(program)
     if folded:
         fold(program)
         for stack in found:

@@ -17,6 +17,7 @@ from adaptc.capture.aten import FLATTENED, SKIPPED, Mask
 from adaptc.capture.constants import name_of as key
 from adaptc.capture.order import needed, ordered
 from adaptc.capture.places import PREFIX, Place, place_of
+from adaptc.capture.problems import Problems
 from adaptc.capture.rules import package_of, rules
 from adaptc.capture.trace import TOKENS, VALUE_HINT
 from adaptc.errors import CaptureError, DynamicError, LegalityError
@@ -50,6 +51,9 @@ _FLATTENED = re.compile(rf"(\d+)\*{TOKENS}")
 _DIMENSIONS = ("aten.unsqueeze", "aten.mean", "aten.sum", "aten.amax", "aten.amin", "aten.var")
 """Of the operators that may have one, those that are given numbers of dimensions."""
 
+ANEW = ("adaptc.attention", "aten.embedding", "aten.layer_norm", "aten.linear", "aten.rms_norm")
+"""Operators that are looked at also where what they are given couldn't be made: it is a tensor like others to them."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -80,19 +84,20 @@ class Constant:
 
 
 def walk(exported: torch.export.ExportedProgram, stored: Mapping[str, Stored],
-         constants: Mapping[str, torch.Tensor]) -> Program:
+         constants: Mapping[str, torch.Tensor], problems: Problems) -> Program:
     """The unfolded program: weights and states declared, logits of the sampled rows returned.
 
-    stored     parameter → how the files keep it; constants: buffer → value. CaptureError names every operator that
-               has no rule, or the first node whose rule doesn't apply.
+    stored     parameter → how the files keep it; constants: buffer → value
+    problems   gets an error for all operators that have no rule, and one for each node whose rule doesn't apply: what
+               such a node makes is taken to be zeros, so that the rest can be looked at. It is no program then.
     """
     _check_static(exported.graph)
     exported = _decomposed(exported)
     numbers.compute(exported.graph, _unknown(exported.graph))
-    _check_known(exported.graph)
+    unknown(exported, problems)
     program = Program.empty("captured")
     with program.editing():
-        _Walk(program, exported, stored, constants).run()
+        _Walk(program, exported, stored, constants, problems).run()
     return program
 
 
@@ -132,27 +137,30 @@ def _used(node: torch.fx.Node) -> bool:
     return any(_used(user) for user in node.users)
 
 
-def _check_known(graph: torch.fx.Graph) -> None:
-    unknown: dict[str, list[Place]] = {}
-    for node in _unknown(graph):
+def unknown(exported: torch.export.ExportedProgram, problems: Problems) -> None:
+    """Adds the error that names the operators without a rule, if there are any."""
+    found: dict[str, list[Place]] = {}
+    for node in _unknown(exported.graph):
         written = node.meta.get("original_aten") or node.target  # what torch's own decomposition started from
-        unknown.setdefault(str(written), []).append(place_of(node))
-    if unknown:
+        found.setdefault(str(written), []).append(place_of(node))
+    if found:
         listed = "; ".join(
             f"{name} in {places[0]}" + (f" and {len(places) - 1} more places" if len(places) > 1 else "")
-            for name, places in sorted(unknown.items())
+            for name, places in sorted(found.items())
         )
-        raise CaptureError(f"adaptc has no rule for {len(unknown)} operator(s) of this model: {listed}.",
-                           hint="A rule is one row in compiler/capture/aten.py, or in a package of yours "
-                                "(docs/adding.md): install the one that brings the model's own operators, if there is one.")
+        problems.add(CaptureError(f"adaptc has no rule for {len(found)} operator(s) of this model: {listed}.",
+                                  hint="A rule is one row in compiler/capture/aten.py, or in a package of yours "
+                                       "(docs/adding.md): install the one that brings the model's own operators, if there "
+                                       "is one."))
 
 
 class _Walk:
     """The state of one walk, and what rules are given: the builder ``b``, the result's ``shape`` and ``dtype``."""
 
-    def __init__(self, program, exported, stored, constants):
+    def __init__(self, program, exported, stored, constants, problems):
         self.program, self.exported = program, exported
         self.stored, self.constants = stored, constants
+        self.problems, self.spoiled = problems, set()
         self.values: dict[torch.fx.Node, Any] = {}
         self.place = Place("")
         self.shape: tuple = ()
@@ -258,14 +266,32 @@ class _Walk:
                     real = torch.float32 if value.is_complex() else value.dtype
                     self.shape, self.dtype = self._dims(value.shape), self._kind(real)
                     self._check_flattened(node)
+                if name not in rules() or self.spoiled.intersection(node.all_input_nodes) and name not in ANEW:
+                    return self._stand_in(node)
                 self.values[node] = self._apply(rules()[name], node)
             except (LegalityError, CaptureError) as error:
-                raise CaptureError(f"{node.target} in {self.place}: {error.message}", hint=error.hint) from error
+                self.problems.add(CaptureError(f"{node.target} in {self.place}: {error.message}", hint=error.hint))
+                return self._stand_in(node)
         result = self.values[node]
         if isinstance(result, ir.Value):
             got = self.b.spec(result)
             wanted = TensorSpec(self.dtype, self.shape)
             assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), f"{node.target}: {got}, expected {wanted}"
+
+    def _stand_in(self, node: torch.fx.Node) -> None:
+        """Zeros for what no rule makes, and for what is made of them, up to where an operator can be looked at apart from
+        the values that it is given."""
+        self.spoiled.add(node)
+        values = node.meta.get("val")
+        try:
+            made = tuple(self._zeros(v) for v in (values if isinstance(values, (tuple, list)) else (values,)))
+        except CaptureError:
+            made = (None,)
+        self.values[node] = made if isinstance(values, (tuple, list)) else made[0]
+
+    def _zeros(self, value: torch.Tensor) -> ir.Value:
+        kind, shape = self._kind(value.dtype), self._dims(value.shape)
+        return self.b.broadcast(self.b.scalar(0, kind), *([self.positions] if TOKENS in shape else []), shape=shape, dims=())
 
     def _apply(self, rule: Callable, node: torch.fx.Node) -> Any:
         args = torch.fx.node.map_arg(node.args, self._operand)

@@ -181,7 +181,15 @@ def _infer_recall(attrs, operands, name="recall"):
     expect(hk == hv, f"{name}: {hk} key heads and {hv} value heads.")
     expect(q.shape[1] % hk == 0, f"{name}: {q.shape[1]} query heads don't divide over {hk} key heads.")
     expect(attrs["window"] == state.window, f"{name}: window {attrs['window']}, the state's is {state.window}.")
+    expect(attrs["window"] or not attrs["chunked"], f"{name}: chunked without a window, a chunk's tokens.")
     return (TensorSpec("f32", (q.shape[0], q.shape[1], dv)),)
+
+
+def first_key(attrs, position: int) -> int:
+    """The first position that a token sees: of all, of the last ``window``, or with ``chunked`` of its own chunk of so
+    many."""
+    window = attrs["window"]
+    return 0 if not window else position - position % window if attrs["chunked"] else max(0, position - window + 1)
 
 
 def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
@@ -192,16 +200,16 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
 
 
 def _recall(attrs, q, positions, requests, state: RowState, *extras):
-    """softmax(q·kᵀ·scaling [softcapped] [+ bias]) · v over the rows each token may see, in float64: those up to its own,
-    or of them those that its row of ``rows`` names (-1: none). The bias of a key d positions before the query is
-    -slope · d, by the head's slope (ALiBi, https://arxiv.org/abs/2108.12409), and the query's own distances[d], where it
-    has so many. A head's sink is one more score, whose value is 0."""
+    """softmax(q·kᵀ·scaling [softcapped] [+ bias]) · v over the rows each token may see, in float64: those from
+    ``first_key`` to its own, or of them those that its row of ``rows`` names (-1: none). The bias of a key d positions
+    before the query is -slope · d, by the head's slope (ALiBi, https://arxiv.org/abs/2108.12409), and the query's own
+    distances[d], where it has so many. A head's sink is one more score, whose value is 0."""
     given = dict(zip(attrs["extras"], extras))
     (_, heads, _), (_, _, width) = state.spec.parts
     shape = (heads, q.shape[1] // heads, -1)
     result = np.empty((q.shape[0], q.shape[1], width), np.float32)
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
-        lo = max(0, position - attrs["window"] + 1) if attrs["window"] else 0
+        lo = first_key(attrs, position)
         try:
             keys, values = state.read(request, lo, position + 1)
         except KeyError:
@@ -245,7 +253,7 @@ def _attention_flops(attrs, operands, results):
     return scaled(size((q.shape[0], q.shape[1], context, q.shape[2] + result.shape[2])), 2)
 
 
-_ATTENTION = {"scaling": REQUIRED, "window": 0, "softcap": 0.0, "extras": ()}
+_ATTENTION = {"scaling": REQUIRED, "window": 0, "chunked": False, "softcap": 0.0, "extras": ()}
 _EXTRAS = ("sinks?", "slopes?", "distances?", "rows?")
 _READ = {"rows_read": lambda a, o: _rows_read(a.get("window", 0), _rows_of(a, o)), "earlier": ("rows",)}
 

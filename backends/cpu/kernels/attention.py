@@ -339,7 +339,8 @@ def select(spec: OpSpec) -> Selection | None:
         "page_size": state.page_size, "scale": state.scale, "value_width": value_width, "width": width,
     }  # fmt: skip
     division = {
-        "heads": heads, "sets": _sets(heads) if latent else kv_heads, "sinks": "sinks" in extras,
+        "chunked": bool(spec.attrs.get("chunked", False)), "heads": heads,
+        "sets": _sets(heads) if latent else kv_heads, "sinks": "sinks" in extras,
         "slots": slots_for(state, heads), "span": SPAN_BLOCKS * state.key_block, "value_width": value_width,
         "window": int(spec.attrs.get("window", 0)),
     }  # fmt: skip

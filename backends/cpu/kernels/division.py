@@ -50,6 +50,8 @@ def runs(e: Emitter, positions: Value, requests: Value, low: Value, high: Value,
 def first_key(e: Emitter, params: Mapping[str, Any], position: Value) -> Value:
     """The first key that a token at ``position`` sees."""
     window = params["window"]
+    if params["chunked"]:
+        return e.sub(position, e.rem(position, window))
     return e.max(e.sub(position, window - 1), 0) if window else e.const(0, "i64")
 
 

@@ -277,7 +277,8 @@ def _emit_rows(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     factors, partial = _Decay(e, decay, params["decays"]), room(e, e.lanes)
 
     def summed(term: Callable[[Value, Value | None, Value], Value]) -> Value:
-        """Σ over rows: ``term(k, mask, sum so far)`` adds those of a vector."""
+        """Σ over rows: ``term(k, mask, sum so far)`` adds those of a vector. The sum is on the stack, as the vectors are a
+        loop and what is left after it; compiled it is a register."""
         e.store(e.const(0.0, e.floats), partial)
         for k, mask in _vectors(e, width):
             e.store(term(k, mask, e.load(partial, e.floats)), partial)
