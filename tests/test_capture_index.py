@@ -11,6 +11,7 @@ import torch
 from adaptc.backends.reference.interpreter import Reference
 from adaptc.capture import hooks
 from adaptc.capture.index import indexed
+from adaptc.capture.problems import Problems
 from adaptc.capture.trace import trace
 from adaptc.capture.walk import Stored, walk
 from adaptc.errors import CaptureError
@@ -92,8 +93,8 @@ def raised(choice, context=64):
     hooks.operators()
     torch.manual_seed(0)
     module = Sparse(choice)
-    program = walk(indexed(trace(module, context), {}, context), {n: Stored(n, n) for n, _ in module.named_parameters()}, {})
-    return module, program
+    exported = indexed(trace(module, context), {}, context)
+    return module, walk(exported, {n: Stored(n, n) for n, _ in module.named_parameters()}, {}, Problems())
 
 
 def expected(module, tokens) -> np.ndarray:

@@ -33,7 +33,7 @@ def _infer_index(attrs, operands):
 
 def _index(attrs, query, key, weights, positions, requests, state: RowState):
     """The ``top_k`` positions with the largest Σ over heads of weight · max(q·k · scaling, 0) among those up to the
-    token's own, in float64: ascending, of equal ones the lower, -1 where there are fewer."""
+    token's own, in float64 and rounded once: ascending, of equal ones the lower, -1 where there are fewer."""
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         state.append(request, position, (key[t][None],))
     result = np.full((len(query), attrs["top_k"]), -1, np.int32)
@@ -43,7 +43,7 @@ def _index(attrs, query, key, weights, positions, requests, state: RowState):
         except KeyError:
             raise LegalityError(f"index_rows: request {request} lacks rows for positions below {position}.") from None
         dots = keys[:, 0].astype(np.float64) @ query[t].astype(np.float64).T
-        scores = np.maximum(dots * attrs["scaling"], 0) @ weights[t].astype(np.float64)
+        scores = (np.maximum(dots * attrs["scaling"], 0) @ weights[t].astype(np.float64)).astype(np.float32)
         chosen = np.sort(np.argsort(-scores, kind="stable")[: attrs["top_k"]])
         result[t, : len(chosen)] = chosen
     return (result,)
