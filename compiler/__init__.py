@@ -18,9 +18,8 @@ def compile(model, target: str = "cpu", **options):  # noqa: A001 - the public n
     return compile_model(model, target, **options)
 
 
-def load(path, threads: int | None = None, cache_bytes: int | None = None, level: str | None = None, *,
-         prefix_cache: bool = True):  # fmt: skip
-    """Loads an artifact and returns a ``Session``; see ``adaptc.runtime.session.load``."""
+def load(path, threads: int | None = None, cache_bytes: int | None = None, level: str | None = None, **options):
+    """Loads an artifact and returns a ``Session``; see ``adaptc.runtime.session.load`` for further options."""
     from adaptc.runtime.session import load as load_session
 
-    return load_session(path, threads=threads, cache_bytes=cache_bytes, level=level, prefix_cache=prefix_cache)
+    return load_session(path, threads=threads, cache_bytes=cache_bytes, level=level, **options)

@@ -187,18 +187,21 @@ def _half_powers(exponents: np.ndarray) -> np.ndarray:
     return np.where(exponents < 2, small, normal).view(np.float32)
 
 
-def expand(format: WeightFormat, values: np.ndarray) -> Codes:
-    """Codes of float32 ``values`` in a float format that holds each of them exactly; infinity and NaN stay."""
-    if format.codes == "bf16":
-        return {"codes": (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)}
-    return {"codes": values.astype(FLOAT_DTYPES[format.codes], copy=False)}
-
-
 def is_finite(format: WeightFormat, codes: Mapping[str, np.ndarray]) -> bool:
-    """Whether no value is NaN or infinite. Integer codes always are finite; their f16 levels may not be."""
+    """Whether no value is NaN or infinite. Integer codes always are finite; their f16 levels may not be, and of E8M0
+    levels 255 stands for no number and a few below it for numbers that float32 holds no multiples of."""
     if format.codes == "bf16":
         return bool(np.all((codes["codes"] & 0x7F80) != 0x7F80))
+    if format.scale == ("e8m0",):
+        scales, groups = codes["scale0"], codes["codes"].reshape(*codes["scale0"].shape, format.group)
+        large = scales > _LARGEST_POWER
+        part = {"codes": groups[large], "scale0": scales[large][:, None]}
+        return not large.any() or bool((scales < 255).all() and np.isfinite(dequantize(format, part)).all())
     return all(bool(np.isfinite(part).all()) for part in codes.values() if part.dtype.kind == "f")
+
+
+_LARGEST_POWER = 248
+"""E8M0 scales that any 4-bit value, doubled, can be multiplied by in float32: 2^120 times at most 2^7."""
 
 
 def take_rows(codes: Mapping[str, np.ndarray], index: np.ndarray) -> Codes:
@@ -219,8 +222,8 @@ def quantize(format: WeightFormat, values: np.ndarray) -> Codes:
         raise InputError(f"values to be stored as {format.name} contain NaN or infinity.")
     if format.is_float:
         return {"codes": _to_float(format, values)}
-    if len(format.scale) != 1:
-        valid = [f.name for f in FORMATS.values() if len(f.scale) < 2]
+    if len(format.scale) != 1 or format.values:
+        valid = [f.name for f in FORMATS.values() if len(f.scale) < 2 and not f.values]
         raise UnsupportedError(f"adaptc can't convert weights to {format.name}; it converts to {', '.join(valid)}.")
     stored_bytes(format, values.shape)
     groups = values.reshape(-1, format.group)

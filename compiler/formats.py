@@ -5,7 +5,8 @@ columns that share a scale (and a minimum), and the levels those scales are stor
 
     value = scale(group) * (code - zero) + min_sign * minimum(group)        (all in float32, in this order)
 
-which is the definition of the GGML block formats (https://github.com/ggml-org/ggml, ggml-quants.c).
+which is the definition of the GGML block formats (https://github.com/ggml-org/ggml, ggml-quants.c). MXFP4 is that of
+OCP Microscaling Formats 1.0, with every value doubled and every scale halved, as GGML has it: values are integers then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class WeightFormat:
     values      what each integer code stands for, where that isn't the integer itself
     group       columns that share one scale; 0 for float codes
     rows        rows that do, too
-    scale       dtypes of the scale's levels, innermost first: ("f16",) or ("u6", "f16") = 6-bit × f16
+    scale       dtypes of the scale's levels, innermost first: ("f16",) or ("u6", "f16") = 6-bit × f16; "e8m0" is a byte
+                e that stands for 2^(e - 128), and for no number where it is 255
     minimum     dtypes of the minimum's levels, same convention; () = none
     min_sign    +1: value = scale*code + minimum (Q4_1); -1: scale*code - minimum (Q4_K)
     superblock  columns that share one value of the outermost level; equals ``group`` with one level
@@ -63,6 +65,9 @@ class WeightFormat:
         return total + -(-(groups * sum(widths) + blocks * sum(outer)) // 8)
 
 
+_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
 def _f(*args, **kw) -> tuple[str, WeightFormat]:
     fmt = WeightFormat(*args, **kw)
     return fmt.name, fmt
@@ -81,20 +86,10 @@ FORMATS: dict[str, WeightFormat] = dict(
         _f("q4_k", "u4", 0, 32, ("u6", "f16"), ("u6", "f16"), -1, superblock=256),
         _f("q5_k", "u5", 0, 32, ("u6", "f16"), ("u6", "f16"), -1, superblock=256),
         _f("q6_k", "u6", 32, 16, ("i8", "f16"), superblock=256),
+        _f("mxfp4", "u4", group=32, scale=("e8m0",), superblock=32, values=_E2M1_DOUBLED),
     )
 )
 """Every format adaptc can keep bit for bit, by the name used in reports and in the IR."""
-
-_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-
-EXPANDED: dict[str, WeightFormat] = dict(
-    (_f("mxfp4", "u4", group=32, scale=("e8m0",), superblock=32, values=_E2M1_DOUBLED),)
-)
-"""Formats of files that no kernel reads: their tensors are held in the format that ``HELD_AS`` says, which has room for
-every value. ``e8m0`` is half the power of two that it is elsewhere, as GGML doubles the values instead."""
-
-HELD_AS: dict[str, str] = {"mxfp4": "bf16"}
-"""Three bits of a value's significand and eight of a scale's exponent are within bf16's eight and eight."""
 
 CHOICES: dict[str, str] = {"f32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_1"}
 """``--weights`` value → format that weights are converted to (``auto`` keeps each tensor's own)."""

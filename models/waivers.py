@@ -16,6 +16,7 @@ _PROVENANCE = "says where the model comes from"
 _STORAGE = "says how tensors are stored, which each tensor says itself"
 _ENCODER = "of an encoder, which a decoder that stands alone doesn't have"
 _MODALITY = "of an encoder of sound or images, which a sequence of tokens doesn't go through"
+_ONE_SOURCE = "scores what earlier blocks of layers have added up, and before the first layer there is none"
 _EXPERTS = "the width of experts, where there are any; another one shows in the tensors' shapes"
 
 CONFIG: Mapping[str, str] = {
@@ -64,18 +65,25 @@ CONFIG: Mapping[str, str] = {
     "summary_*": "belongs to classification heads",
     "id2label.*": "names the classes of a classification head",
     "label2id.*": "names the classes of a classification head",
+    "tf_legacy_loss": _TRAINING,
+    "torchscript": "for another runtime",
+    "use_bfloat16": _STORAGE,
+    "add_cross_attention": _ENCODER,
+    "tie_encoder_decoder": _ENCODER,
     "encoder_attention_heads": _ENCODER,
     "encoder_ffn_dim": _ENCODER,
     "encoder_layers": _ENCODER,
     "encoder_layerdrop": _ENCODER,
     "audio_config.*": _MODALITY,
     "audio_encoder_config.*": _MODALITY,
+    "depth_decoder_config.*": "of a decoder of the sound within a step, which isn't part of the language model",
     "vision_config.*": _MODALITY,
     "image_token_id": "marks where a prompt has an image, and a sequence of tokens has none",
     "bigbird_pegasus:block_size": _ENCODER,
     "bailing_hybrid:first_k_dense_replace": "says what mlp_layer_types lists",
     "bailing_hybrid:layer_group_size": "says what layer_types lists",
     "granitemoehybrid:rope_parameters.*": "of a model with rope, which reads it if position_embedding_type says so",
+    "lfm2:full_attn_idxs": "says what layer_types lists",
     "nemotron_h:mtp_layers_block_type": "layers that guess further tokens, which aren't part of the model's own forward",
     "nemotron_h:time_step_limit": "a bound of time steps in the authors' first code; transformers' class has time_step_min",
     "zamba:attn_layer_offset": "says what layers_block_type lists",
@@ -99,6 +107,19 @@ CONFIG: Mapping[str, str] = {
     "top_p": _GENERATION,
     "max_length": _GENERATION,
     "repetition_penalty": _GENERATION,
+    "diversity_penalty": _GENERATION,
+    "early_stopping": _GENERATION,
+    "encoder_no_repeat_ngram_size": _GENERATION,
+    "length_penalty": _GENERATION,
+    "min_length": _GENERATION,
+    "no_repeat_ngram_size": _GENERATION,
+    "num_beam_groups": _GENERATION,
+    "num_beams": _GENERATION,
+    "num_return_sequences": _GENERATION,
+    "output_scores": _GENERATION,
+    "remove_invalid_values": _GENERATION,
+    "return_dict_in_generate": _GENERATION,
+    "typical_p": _GENERATION,
     "task_specific_params.*": _GENERATION,
     "prefix": _TEXT,
     "attention_bias": "biases show in the tensors",
@@ -210,6 +231,10 @@ TENSORS: Mapping[str, str] = {
     "*.attn.bias": "a causal mask stored by old versions of transformers",
     "*.attn.masked_bias": "a causal mask stored by old versions of transformers",
     "rope_freqs.weight": "read into the configuration's rope parameters",
+    "vision_tower.*": _MODALITY,
+    "mm_projector.*": _MODALITY,
+    "model.layers.0.self_attention_res_norm.weight": _ONE_SOURCE,
+    "model.layers.0.self_attention_res_proj.weight": _ONE_SOURCE,
 }
 """Tensors of either kind of file."""
 

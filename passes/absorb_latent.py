@@ -36,8 +36,8 @@ class AbsorbLatent:
 
     Declined, with a sentence in the fact "format_notes" where values are made of a row half as wide as they or narrower:
     shared columns that differ by head or stand between others, keys or values that something else was done to (a norm, a
-    bias), windows, soft caps, sinks and slopes, fewer key heads than query heads. Declined without one: rows so wide that
-    attending to them costs more arithmetic than it saves in what is kept.
+    bias), windows, soft caps and optional operands (sinks, …), fewer key heads than query heads, states that layers share. Declined
+    without one: rows so wide that what is kept shrinks by less than the arithmetic grows.
     """
 
     name: ClassVar[str] = "absorb_latent"
@@ -54,10 +54,12 @@ class AbsorbLatent:
                 if node.name != "attention":
                     continue
                 latent = _latent(node)
+                if isinstance(latent, _Latent) and shared & set(slots[node.op]):
+                    latent = "other operators have its state too"
                 if isinstance(latent, str):
                     notes += [f"attention in module {path} keeps keys and values of all heads: {latent}."
                               for path in dict.fromkeys(map(kind_of, _paths(program, function, node)))]
-                elif latent is not None and not shared & set(slots[node.op]):
+                elif latent is not None:
                     found.append((node, latent))
         kept = program.states()
         with program.editing():
@@ -77,7 +79,7 @@ class AbsorbLatent:
 
 
 def _slots(program: Program) -> dict[ir.Operation, list[str]]:
-    """Each stateful operator with the states that it has, one for each call of its body."""
+    """Each stateful operator with the states that it has: one, or one for each call of its body."""
     found: dict[ir.Operation, list[str]] = {}
     for name, function in program.functions().items():
         calls = [Node(call.operation) for call in program.calls(name)]
@@ -85,8 +87,8 @@ def _slots(program: Program) -> dict[ir.Operation, list[str]]:
             if node.row is None or node.row.state is None:
                 continue
             state = node.operands[node.row.state]
-            values = [state] if name == STEP else [call.operands[ir.BlockArgument(state).arg_number] for call in calls]
-            found[node.op] = [definer(value).op.attributes["symbol"].value for value in values]
+            given = [state] if definer(state) else [call.operands[ir.BlockArgument(state).arg_number] for call in calls]
+            found[node.op] = [definer(value).op.attributes["symbol"].value for value in given]
     return found
 
 
@@ -185,8 +187,9 @@ def _latent(node: Node) -> _Latent | str | None:
     if len(linear.operands) > 2:
         return "a bias is added to what its values are made of"
     attrs = node.row.complete(node.attrs)
-    if set(attrs["extras"]) - {"rows"} or attrs["window"] or attrs["softcap"]:
-        return "with a window, a soft cap, sinks or slopes it isn't done over latent rows"
+    more = [name for name in attrs["extras"] if name != "rows"]
+    if more := [*more, *(name for name in ("window", "softcap") if attrs[name])]:
+        return f"with {' and '.join(more)} it isn't done over latent rows"
     if spec(query).shape[1] != heads or spec(key).shape[1] != heads:
         return f"it has {heads} heads of values for {spec(query).shape[1]} of queries"
     keys = numbers.columns(numbers.of(key))
@@ -206,8 +209,8 @@ def _latent(node: Node) -> _Latent | str | None:
         return "the other columns of its keys differ by head, or come from several places"
     if heads * (key_width + value_width) ** 2 <= (width + len(others)) * (2 * width + len(others)):
         return None  # what is kept would shrink by less than the arithmetic would grow
-    shared = list(numbers.roots)[sources[0, 0]] if len(others) else None
-    return _Latent(latent, key_heads, value_heads, int(places[0]), shared, int(columns[0, :1].sum()), len(others))
+    shared, column = (list(numbers.roots)[sources[0, 0]], int(columns[0, 0])) if len(others) else (None, 0)
+    return _Latent(latent, key_heads, value_heads, int(places[0]), shared, column, len(others))
 
 
 def _linear(numbers: Numbers, root: int) -> Node | None:

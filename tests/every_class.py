@@ -38,6 +38,9 @@ PROMPT, STEPS = 17, 24
 PAGE = 4
 """Tokens a page: fewer than a window."""
 
+CONTEXT = 64
+"""Tokens of a request at most: some configurations don't say."""
+
 TOLERANCE = 1e-4
 """Largest difference of a row's logits, as a share of the row's largest one."""
 
@@ -124,9 +127,9 @@ def generated(model, tokens: Sequence[int]) -> np.ndarray:
 
 def served(artifact: Path, tokens: Sequence[int], other: Sequence[int]) -> tuple[np.ndarray, list[str]]:
     """Logits of a prompt and steps, beside another request; and the ways that gave other bits."""
-    import adaptc
+    from adaptc.runtime.session import load
 
-    with adaptc.load(artifact, threads=1) as session:
+    with load(artifact, threads=1, snapshot_tokens=PAGE) as session:
         whole = session.score(tokens)
         ways = {"single tokens": session.score(tokens, chunk=1), "chunks": session.score(tokens, chunk=5)}
         engine, rows = session.engine, [np.full_like(whole, np.nan), np.full((len(other), whole.shape[1]), np.nan, np.float32)]
@@ -135,6 +138,8 @@ def served(artifact: Path, tokens: Sequence[int], other: Sequence[int]) -> tuple
         while engine.active:
             engine.step()
         ways["a batch"] = rows[0]
+        found = [*whole[:PROMPT], *session.score(tokens, start=PROMPT)]
+        ways["a prefix found again"] = found if session.statistics.hit_tokens else None
     return whole, [way for way, got in ways.items() if not np.array_equal(got, whole)]
 
 
@@ -177,7 +182,7 @@ def check(name: str, seeds: int) -> Outcome:
             except Exception:  # whatever a class raises whose cache doesn't work so
                 cached = None
             try:
-                compile_family(folder, artifact, page_size=PAGE)
+                compile_family(folder, artifact, page_size=PAGE, max_context=CONTEXT)
                 got, other_bits = served(artifact, tokens, other)
             except AdaptcError as error:
                 return ended("refused", f"[{error.code}] {error}")

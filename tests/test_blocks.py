@@ -10,12 +10,12 @@ from gguf.quants import quantize as gguf_quantize
 
 from adaptc import blocks
 from adaptc.errors import InputError, UnsupportedError
-from adaptc.formats import EXPANDED, FORMATS, HELD_AS
+from adaptc.formats import FORMATS
 
 INTEGER = [name for name, format in FORMATS.items() if not format.is_float]
 F16_FIELDS = {  # byte offsets of the f16 levels within a block (ggml-common.h)
     "q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2),
-    "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
+    "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": (),
 }
 
 
@@ -40,26 +40,26 @@ def random_raw(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
 def test_integer_formats_match_gguf_bit_for_bit(name):
     raw = random_raw(name, 24, 1024)
     codes = blocks.unblock(FORMATS[name], raw, (24, 1024))
-    expected = gguf_dequantize(raw, qtype(name))
+    with np.errstate(over="ignore"):
+        expected = gguf_dequantize(raw, qtype(name))
     got = blocks.dequantize(FORMATS[name], codes)
     assert got.dtype == np.float32 and got.shape == (24, 1024)
     np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
 
 
-@pytest.mark.parametrize("name", EXPANDED)
-def test_expanded_formats_match_gguf_and_fit_what_holds_them(name):
-    """Every byte at every place of a block, so every exponent; but for overflow, no value is rounded."""
-    block, size = gguf.GGML_QUANT_SIZES[qtype(name)]
-    raw = (np.arange(256)[:, None] + np.arange(size)).astype(np.uint8)
-    codes = blocks.unblock(EXPANDED[name], raw, (256, block))
+def test_every_power_of_mxfp4():
+    """Every byte at every place of a block, so every exponent, as GGML reads it; and which of them are damage."""
+    raw = (np.arange(256)[:, None] + np.arange(17)).astype(np.uint8)
+    codes = blocks.unblock(FORMATS["mxfp4"], raw, (256, 32))
     with np.errstate(over="ignore"):
-        expected = gguf_dequantize(raw, qtype(name))
-    got = blocks.dequantize(EXPANDED[name], codes)
+        expected = gguf_dequantize(raw, qtype("mxfp4"))
+    got = blocks.dequantize(FORMATS["mxfp4"], codes)
     np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
-    held = FORMATS[HELD_AS[name]]
-    kept = blocks.dequantize(held, blocks.expand(held, got))
-    np.testing.assert_array_equal(kept.view(np.uint32), expected.view(np.uint32))
-    assert np.isinf(kept).any() and not blocks.is_finite(held, blocks.expand(held, got))
+    for row, values in enumerate(expected):
+        part = {name: array[row : row + 1] for name, array in codes.items()}
+        assert blocks.is_finite(FORMATS["mxfp4"], part) == (np.isfinite(values).all() and row < 255), row
+    six = {"codes": np.full((2, 32), 7, np.uint8), "scale0": np.array([[128], [129]], np.uint8)}
+    assert blocks.dequantize(FORMATS["mxfp4"], six)[:, 0].tolist() == [12.0, 24.0]  # 6 · 2^(128 - 127)
 
 
 @pytest.mark.parametrize("name", INTEGER)
@@ -72,7 +72,7 @@ def test_codes_have_the_shapes_and_dtypes_of_the_format(name):
     assert codes["codes"].shape == (4, 512)
     assert codes["codes"].dtype == (np.int8 if format.codes == "i8" else np.uint8)
     assert format.codes == "i8" or int(codes["codes"].max()) == 2**format.bits - 1
-    dtypes = {"f16": np.float16, "u6": np.uint8, "i8": np.int8}
+    dtypes = {"f16": np.float16, "u6": np.uint8, "i8": np.int8, "e8m0": np.uint8}
     for kind, levels in (("scale", format.scale), ("min", format.minimum)):
         for i, dtype in enumerate(levels):
             width = format.group if i == 0 else format.superblock
@@ -197,5 +197,5 @@ def test_non_finite_codes_are_noticed(name):
             part[...] = 1
     assert blocks.is_finite(format, codes)
     target = codes[f"scale{len(format.scale) - 1}"] if format.scale else codes["codes"]
-    target[0, 0] = 0x7FC0 if target.dtype == np.uint16 else np.nan
+    target[0, 0] = {"u2": 0x7FC0, "u1": 255}.get(target.dtype.str[1:], np.nan)
     assert not blocks.is_finite(format, codes)

@@ -13,7 +13,8 @@ import torch
 from test_capture import SMALL, build, close, logits, tokens_of, weights
 from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.inkling.modeling_inkling import InklingRelativeLogits, eager_attention_forward
+from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
+from transformers.models.inkling2.modeling_inkling2 import eager_attention_forward
 from transformers.models.llama import modeling_llama
 
 from adaptc.backends.reference.interpreter import Reference
@@ -136,13 +137,14 @@ def sdpa_slanted(m, q, k, v, mask):
 
 
 def by_interface(m, q, k, v, mask, extent=WINDOW, steps=1):
-    """Inkling's bias, of each query by distance, given to the attention interface."""
+    """Inkling's bias, of each query by distance, and sinks of its own, given to the attention interface."""
     positions = torch.arange(q.shape[2])
     bias = InklingRelativeLogits.forward(mock.Mock(proj=m.profiles, rel_extent=extent), q.transpose(1, 2), positions,
                                          positions * steps)
     scale = (1 + positions.float() / 8).view(1, 1, -1, 1)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(m.config._attn_implementation, eager_attention_forward)
-    return function(m, q, k[:, ::2], v[:, ::2], mask, scaling=0.3, position_bias=bias * scale)[0].transpose(1, 2)
+    return function(m, q, k[:, ::2], v[:, ::2], mask, scaling=0.3, position_bias=bias * scale,
+                    sinks=q.sum(-1, keepdim=True))[0].transpose(1, 2)
 
 
 def sdpa_causal(m, q, k, v, mask):
@@ -325,7 +327,7 @@ def test_a_bias_by_distance_of_each_query_is_raised():
         program = capture_module(module, module.config)
         expected = logits(module, tokens_of(20, 20))
     (op,) = (op for _, op in program.operators() if short_name(op) == "attention")
-    assert attrs_of(op)["extras"] == ("distances",)
+    assert attrs_of(op)["extras"] == ("query_sinks", "distances")
     close(Reference(program, weights(module)).score(tokens_of(20, 20), 3), expected)
     with patched(other_distances), pytest.raises(CaptureError, match="isn't chosen by distance alone"):
         capture_module(module, module.config)

@@ -389,14 +389,15 @@ def test_sinks(window, tokens):
 
 @pytest.mark.parametrize("window, tokens, dtype, extras", [
     (5, 23, "i8", ("slopes",)), (0, 280, "f32", ("sinks", "slopes")), (0, 60, "f32", ("distances",)),
-    (9, 33, "f16", ("slopes", "distances"))])
+    (9, 33, "f16", ("slopes", "distances")), (0, 280, "f16", ("query_sinks",))])
 def test_biases_by_distance(window, tokens, dtype, extras):
     """A head's scores fall with distance by its slope, or each query has a bias for the 21 last keys; chunked, alone and
     shared by threads it gives the same bits."""
     cache = Cache(lengths=(tokens,), window=window, seed=4, key_block=8, dtype=dtype)
     given = {"sinks": np.float32([-1, 0.5, 2, 3]), "slopes": np.float32([0.5, 0.25, 1.0, 0.01])}
     given["distances"] = np.random.default_rng(5).normal(0, 2, (tokens, 4, 21)).astype(np.float32)
-    sizes = [("T", 4, 21) if name == "distances" else (4,) for name in extras]
+    given["query_sinks"] = np.random.default_rng(6).normal(0, 2, (tokens, 4)).astype(np.float32)
+    sizes = [{"distances": ("T", 4, 21), "query_sinks": ("T", 4)}.get(name, (4,)) for name in extras]
     q, k, v = (x.astype(np.float64) for x in (cache.data[0][0], *(rounded(x, dtype) for x in cache.data[0][1:])))
     want = np.empty((tokens, 4, v.shape[2]))
     for t in range(tokens):
@@ -408,7 +409,8 @@ def test_biases_by_distance(window, tokens, dtype, extras):
             if "distances" in extras:
                 scores[-21:] += given["distances"][t, h, : t + 1 - lo][::-1]
             weights = np.exp(scores - scores.max())
-            total = weights.sum() + (np.exp(given["sinks"][h] - scores.max()) if "sinks" in extras else 0)
+            sink = given["query_sinks"][t, h] if "query_sinks" in extras else given["sinks"][h]
+            total = weights.sum() + (np.exp(sink - scores.max()) if extras[0].endswith("sinks") else 0)
             want[t, h] = weights @ v[lo : t + 1, h // 2] / total
     cache.spec = OpSpec("attention", (*cache.spec.operands, *(TensorSpec("f32", size) for size in sizes)), cache.spec.results,
                         {**cache.spec.attrs, "extras": extras})
@@ -416,7 +418,7 @@ def test_biases_by_distance(window, tokens, dtype, extras):
     def step(positions, threads=1):
         parts = [np.stack([cache.data[0][i][p] for p in positions]) for i in range(3)]
         where = np.array(positions, np.int32), np.zeros(len(positions), np.int32)
-        values = (given[name][positions] if name == "distances" else given[name] for name in extras)
+        values = (given[name][positions] if name in ("distances", "query_sinks") else given[name] for name in extras)
         return run(attention, cache.spec, (*parts, *where, (cache.pool, cache.table), *values), (len(positions), 1, 1),
                    threads)[0]
 

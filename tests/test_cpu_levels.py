@@ -38,7 +38,7 @@ X86 = ("x86-64-v2", "x86-64-v3", "x86-64-v3+avxvnni", "x86-64-v4", VNNI)
 EVERY = (*X86, "armv8-a")
 
 STATE = {"dtype": "f16", "kv_heads": 1, "max_pages": 4, "page_size": 4, "scale": "", "value_width": 16, "width": 16}
-MERGE = {"chunked": False, "heads": 2, "key_block": 16, "sets": 1, "sinks": False, "slots": 9, "span": 32, "value_width": 16,
+MERGE = {"chunked": False, "heads": 2, "key_block": 16, "query_sinks": False, "sets": 1, "sinks": False, "slots": 9, "span": 32, "value_width": 16,
          "width": 16, "window": 0}
 ATTEND = STATE | MERGE | {"scaling": 0.25, "distances": 0, "slopes": False, "softcap": 0.0}
 AS = lambda dtype: (("dtype", dtype),)
@@ -46,6 +46,7 @@ BODY = (("cast", (0,), AS("f32")), ("exp", (1,), ()), ("pow", (2, 1), ()), ("cos
 SAMPLE = {
     "codes": ("linears", {"rows": "T", "k": 256, "x": "i8", "weights": (("q4_k", 24),), "bias": (False,)}),
     "signed codes": ("linears", {"rows": "T", "k": 32, "x": "i8", "weights": (("q8_0", 24),), "bias": (False,)}),
+    "values": ("linears", {"rows": "T", "k": 32, "x": "f32", "weights": (("mxfp4", 24),), "bias": (False,)}),
     "gated": ("gated_linear", {"rows": "T", "k": 32, "x": "f32", "weights": (("q5_1", 24),) * 2, "act": "silu",
                                "bias": (False, True)}),
     "halves": ("linears", {"rows": "T", "k": 40, "x": "f32", "weights": (("f16", 20),), "bias": (True,)}),
@@ -330,7 +331,7 @@ def test_floats_to_halves_bit_for_bit(level):
     assert np.array_equal(got[~nan], want[~nan]) and np.isnan(got.view(np.float16)[nan]).all()
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_0"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_0", "mxfp4"])
 def test_integer_products_are_the_same_at_every_level(name):
     """They are exact; with scales of 1 so are their sums, and every level has the bits of integer arithmetic."""
     format, (m, n, k), rng = FORMATS[name], (5, 40, 96), np.random.default_rng(1)
@@ -339,10 +340,12 @@ def test_integer_products_are_the_same_at_every_level(name):
         codes = rng.integers(0, 1 << format.bits, (n, k), np.uint8)
     x = rng.integers(-127, 128, (m, k)).astype(np.int8)
     sums = x.reshape(m, -1, 16).sum(-1, dtype=np.float32)
-    weight = pack(format, (n, k), {"codes": codes, "scale0": np.ones((n, k // 32), np.float16)})
+    one = np.uint8(128) if format.values else np.float16(1)
+    weight = pack(format, (n, k), {"codes": codes, "scale0": np.full((n, k // 32), one)})
     operands = [*map(aligned, (x, np.ones((m, k // 32), np.float32), sums, np.frombuffer(weight, np.uint8)))]
     params = {"rows": "T", "k": k, "x": "i8", "weights": ((name, n),), "bias": (False,)}
-    want = x.astype(np.int64) @ (codes.astype(np.int64) - format.zero).T
+    meant = np.array(format.values)[codes] if format.values else codes.astype(np.int64) - format.zero
+    want = x.astype(np.int64) @ meant.T
     for level in (name for name in X86 if not level_of(name).missing(platform.machine(), host_flags())):
         out = aligned(np.zeros((m, n), np.float32))
         native(codegen._rows("FAMILIES")["linears"], params, level)([*operands, out], (m, 1, m))

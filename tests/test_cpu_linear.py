@@ -54,6 +54,7 @@ def finite_codes(format: WeightFormat, n: int, k: int, seed: int) -> dict[str, n
         "f16": lambda shape: (rng.standard_normal(shape) / 16).astype(np.float16),
         "u6": lambda shape: rng.integers(0, 64, shape, np.uint8),
         "i8": lambda shape: rng.integers(-128, 128, shape, np.int8),
+        "e8m0": lambda shape: rng.integers(118, 130, shape, np.uint8),
     }
     signed = format.codes == "i8"
     codes = {"codes": levels["i8"]((n, k)) if signed else rng.integers(0, 1 << format.bits, (n, k), np.uint8)}
@@ -120,7 +121,8 @@ def exact(name: str, codes: dict[str, np.ndarray], operands: list[np.ndarray]) -
         return x @ values.T, np.abs(x) @ terms.T
     group, rows = format.group, len(operands[0])
     q = operands[0].astype(np.int64).reshape(rows, k // group, group)
-    c = codes["codes"].astype(np.int64).reshape(n, k // group, group)
+    meant = np.array(format.values)[codes["codes"]] if format.values else codes["codes"].astype(np.int64)
+    c = meant.reshape(n, k // group, group)
     scales = np.repeat(operands[1].astype(np.float64), 32 // group, axis=1)[:, None]
     sums = operands[2].astype(np.float64).reshape(rows, k // group, group // 16).sum(-1)[:, None]
     dots, sizes = np.einsum("rgi,ngi->rng", q, c), np.einsum("rgi,ngi->rng", abs(q), abs(c))
@@ -135,6 +137,8 @@ def exact(name: str, codes: dict[str, np.ndarray], operands: list[np.ndarray]) -
 
 def level(format: WeightFormat, codes: dict[str, np.ndarray], name: str) -> np.ndarray:
     value = codes[f"{name}0"].astype(np.float64)
+    if format.scale == ("e8m0",):
+        return 2.0 ** (value - 128)
     if f"{name}1" in codes:
         value = value * np.repeat(codes[f"{name}1"].astype(np.float64), format.superblock // format.group, axis=1)
     return value

@@ -21,7 +21,7 @@ def random_codes(format: WeightFormat, n: int, k: int, seed: int = 0) -> dict[st
         if kind in kinds:
             info = np.iinfo(kinds[kind])
             return rng.integers(info.min, info.max, shape, kinds[kind], endpoint=True).view(views[kind])
-        return rng.integers(0, 1 << int(kind[1:]), shape, np.uint8)
+        return rng.integers(0, 1 << {"e8m0": 8}.get(kind, int(kind[1])), shape, np.uint8)
 
     codes = {"codes": values(format.codes, (n, k))}
     for name, levels in (("scale", format.scale), ("min", format.minimum)):

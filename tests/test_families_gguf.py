@@ -256,14 +256,12 @@ PACKED = {
                    {"attn.c_attn": "q8_0", "mlp.c_fc": "q5_0", "mlp.c_proj": "q4_1"}),
     "alternating": ("gpt-oss", {}, {r"ffn_(gate|up)_exps.weight": "q8_0", r"ffn_down_exps.weight": "q5_0"},
                     {"experts.gate_up_proj": "q8_0", "experts.down_proj": "q5_0"}),
-    "without a kernel": ("gpt-oss", {}, {r"ffn_(gate|up|down)_exps.weight": "mxfp4"},
-                         {"experts.gate_up_proj": "bf16", "experts.down_proj": "bf16"}),
+    "powers of two": ("gpt-oss", {}, {r"ffn_(gate|up|down)_exps.weight": "mxfp4"},
+                      {"experts.gate_up_proj": "mxfp4", "experts.down_proj": "mxfp4"}),
 }
 NOTES = {
     "halves differ": ("'blk.0.ffn_gate_up_exps.weight', 'blk.1.ffn_gate_up_exps.weight': made of q4_0 and q8_0; read "
                       "as f32, which holds every value.",),
-    "without a kernel": ("'blk.0.ffn_down_exps.weight', 'blk.1.ffn_down_exps.weight' and 2 more: stored as mxfp4, "
-                         "which no kernel reads; read as bf16, which holds every value.",),
 }
 
 

@@ -155,7 +155,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                          ATTENTION),
                   *(Sample((*HEADS, KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras}, ATTENTION)
                     for extras in (("sinks",), ("slopes",), ("sinks", "slopes"))),
-                  Sample((*HEADS, KV, f("T", 4, 3)), {"scaling": 0.3, "extras": ("distances",)}, ATTENTION),
+                  Sample((*HEADS, KV, f("T", 4), f("T", 4, 3)), {"scaling": 0.3, "extras": ("query_sinks", "distances")},
+                         ATTENTION),
                   Sample((*HEADS, KV, t("i32", "T", 2)), {"scaling": 0.3, "extras": ("rows",)}, ATTENTION | EARLIER)),
     "index_rows": (Sample(INDEXED, {"top_k": 3, "scaling": 0.3}, ATTENTION),),
     "recall": tuple(Sample((HEADS[0], *HEADS[3:], KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras},
@@ -412,6 +413,7 @@ REFUSED = [
     ("attention", (*HEADS, KV, f(4), f(4)), {"scaling": 1.0, "extras": ("slopes", "sinks")}, "in this order"),
     ("attention", (*HEADS, KV, f(4)), {"scaling": 1.0, "extras": ("slope",)}, "expected some of"),
     ("attention", (*HEADS, KV, f(3)), {"scaling": 1.0, "extras": ("slopes",)}, r"slopes are f32\[3\]"),
+    ("attention", (*HEADS, KV, f(4), f("T", 4)), {"scaling": 1.0, "extras": ("sinks", "query_sinks")}, "sinks of heads beside"),
     ("attention", (*HEADS, KV, f(4, 3)), {"scaling": 1.0, "extras": ("distances",)}, r"distances are f32\[4, 3\]"),
     ("attention", (*HEADS, StateSpec.fixed("state", 2, 8)), {"scaling": 1.0}, "kind 'fixed', expected 'rows'"),
     ("convolve", (f("T", 6), f(6, 1), *WHERE, StateSpec.fixed("window", 0, 6)), {}, r"\[6, W\] with W > 1"),

@@ -22,8 +22,9 @@ WINDOW = 8
 SIZES: Mapping[str, int] = {
     name: size
     for names, size in (
-        ("hidden_size d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size "
-         "output_embedding_size lru_width attention_hidden_size adapter_in_dim adapter_input_size adapter_out_dim", HIDDEN),
+        ("hidden_size hidden_size_global d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size "
+         "output_embedding_size lru_width attention_hidden_size adapter_in_dim adapter_input_size "
+         "adapter_out_dim", HIDDEN),
         ("intermediate_size intermediate_size_mlp ffn_dim encoder_ffn_dim decoder_ffn_dim dff dim_ff d_inner "
          "ffn_hidden_size feed_forward_size dense_intermediate_size n_inner", 96),
         ("moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
@@ -47,13 +48,13 @@ SIZES: Mapping[str, int] = {
         ("original_max_position_embeddings", 64),
         ("num_experts num_local_experts n_routed_experts moe_num_experts", 8),
         ("num_experts_per_tok num_experts_per_token moe_k moe_topk n_group num_expert_group zero_expert_num", 2),
-        ("n_shared_experts num_shared_experts moe_num_shared_experts topk_group first_k_dense_replace num_dense_layers "
+        ("n_layers_per_attn_res_block n_shared_experts num_shared_experts moe_num_shared_experts topk_group first_k_dense_replace num_dense_layers "
          "max_window_layers moe_layer_start_index attn_layer_offset expert_layer_offset", 1),
         ("attn_layer_period expert_layer_period layer_group_size global_attn_every_n_layers sliding_window_pattern "
          "_sliding_window_pattern full_attention_interval index_topk_blocks split_ngram_parts "
          "make_ngram_vocab_size_divisible_by", 2),
         ("sliding_window sliding_window_size attention_chunk_size attention_window_size window_size local_attention "
-         "keep_window_size index_topk", WINDOW),
+         "keep_window_size index_topk local_attention_window_len", WINDOW),
         ("index_block_size", 4),
         ("mamba_chunk_size chunk_size block_size", 16),
         ("ngram_vocab_size_base", 97),
@@ -71,7 +72,7 @@ PERIODIC = ("attn_layer_period", "layer_group_size", "first_k_dense_replace", "f
             "interleave_moe_layer_step")
 """Keys by which layers differ where no list says which is of what kind; four layers have all kinds then."""
 
-EXACT = ("chunk_size", "rotary_dim")
+EXACT = ("chunk_size", "n_group", "num_expert_group", "rotary_dim")
 """Sizes that are set even where the default is smaller."""
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1}
@@ -92,21 +93,27 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
              "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN}, "num_key_value_heads": 2},
     "deepseek_v4": {"head_dim": 64, "qk_rope_head_dim": 8, "partial_rotary_factor": 0.125,
                     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    "doge": {"sliding_window": None},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon": {"new_decoder_architecture": True},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128},
     "gemma3n_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
                      "num_kv_shared_layers": 2, "intermediate_size": [96] * 4,
                      "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
-    "gemma4_text": _GEMMA_4,
+    "gemma4_text": _GEMMA_4 | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4_unified_text": _GEMMA_4,
     "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    "inkling2_loop_text": {"loop_layer_index_start": 1, "loop_layer_index_end": 2},
     "granitemoehybrid": _LINEAR_FULL,
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "full_attn_idxs": [1]},
     "minimax_m3_vl_text": {"index_n_heads": KV_HEADS},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "hidden_size": HIDDEN, "expand": 2, "n_groups": 2, "state_size": 16,
                "num_hidden_layers": 2},
-    "qwen4_exp": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": WINDOW,
+    "nemotron_h": {"sliding_window": None},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": WINDOW,
                   "indexer_compress_ratio": 4},
     "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (16, 16), "attn_layers": ["local", "lsh"],
                  "num_hidden_layers": 2},
@@ -134,6 +141,11 @@ def tiny(config_class: type) -> dict[str, Any]:
     counts = [key for key in LAYERS if isinstance(keys.get(key), int)]
     layers = keys.get("num_hidden_layers") or (keys[counts[0]] if counts else 0)
     small |= _layers(keys, counts, layers)
+    if keys.get("use_sliding_window") is False:
+        small |= {"use_sliding_window": True, "sliding_window": WINDOW}
+        small.pop("layer_types", None)  # follows from the window
+    elif "sliding_window" in keys and not keys["sliding_window"] and not keys.get("layer_types"):
+        small["sliding_window"] = WINDOW
     small |= {key: value for key, value in _sizes(keys).items() if key not in small}
     small |= _heads(keys, small.get("num_attention_heads", HEADS))
     for key, value in keys.items():

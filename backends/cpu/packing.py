@@ -27,6 +27,7 @@ u6 × f16        scale1 f16[8], min1 f16[8], then for each pair of groups (2t, 2
                 scale(2t) | top 2 bits of scale(2t+1) << 6;  the same for the minima;
                 low 4 bits of scale(2t+1) | low 4 bits of min(2t+1) << 4
 i8 × f16        scale1 f16[8], then for each group scale0 i8[8]
+e8m0            scale u8[8]
 ==============  ===================================================================================
 """
 
@@ -159,6 +160,7 @@ SCALES: dict[tuple[tuple[str, ...], tuple[str, ...]], ScaleLayout] = {
     (("f16",), ("f16",)): _plain(("scale0", "<f2", 1), ("min0", "<f2", 1)),
     (("u6", "f16"), ("u6", "f16")): ScaleLayout(_SIX_OUTER.bytes + 4 * 24, _pack_six, _unpack_six),
     (("i8", "f16"), ()): _plain(("scale1", "<f2", 1), ("scale0", "i1", 16)),
+    (("e8m0",), ()): _plain(("scale0", "u1", 1)),
 }
 """(scale levels, minimum levels) → layout of a superblock's scales."""
 

@@ -17,8 +17,8 @@ from adaptc.sources.classes import causal_model
 
 
 def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
-    """The causal LM that transformers has for ``config``, in float32; with ``trust_remote_code`` the one that comes
-    with the model, if the config names one. InputError when its code fails on the configuration.
+    """The causal LM that we or transformers have for ``config``, in float32; with ``trust_remote_code`` the one that
+    comes with the model, if the config names one. InputError when its code fails on the configuration.
 
     Each parameter moves to the meta device as it is registered, so that initialising it costs nothing, while the
     constructors' own arithmetic (rotary frequencies, embedding scales) runs on the CPU. Memory pages of parameters

@@ -247,7 +247,7 @@ def _mask(original: Callable, kind: str, problems: Problems) -> Callable:
 
 def _attention(names: dict[int, str], problems: Problems) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, sinks=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
@@ -255,23 +255,36 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
         if unknown:
             problems.add(CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
-                "attention operator doesn't have; it has scaling, sliding_window, softcap, s_aux, indices and position_bias."
+                "attention operator doesn't have; it has scaling, sliding_window, softcap, s_aux, sinks, indices and "
+                "position_bias."
             ))
+        extras = {"sinks": s_aux, "query_sinks": sinks, "rows": indices, PAIRS: position_bias}
+        extras = {name: x for name, x in extras.items() if x is not None}
+        width = query.shape[-1]
+        scaling = width**-0.5 if scaling is None else float(scaling)
+        if isinstance(query.shape[1], torch.SymInt) and attention_mask is None and not (extras or softcap or is_causal):
+            return _within_tokens(query, key, value, scaling), None
         if attention_mask is None:
             raise CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given no mask, so that what a token sees "
                 "depends on the implementation."
             )
-        width = query.shape[-1]
-        scaling = width**-0.5 if scaling is None else scaling
-        extras = {n: x for n, x in (("sinks", s_aux), ("rows", indices), (PAIRS, position_bias)) if x is not None}
+        if sinks is not None:  # [1,H,T,1], a score of each query's own
+            extras["query_sinks"] = sinks.squeeze(-1).transpose(1, 2).squeeze(0)
         return (
-            torch.ops.adaptc.attention(query, key, value, attention_mask, [*extras.values()], [*extras], float(scaling),
+            torch.ops.adaptc.attention(query, key, value, attention_mask, [*extras.values()], [*extras], scaling,
                                        int(sliding_window or 0), float(softcap or 0.0)),
             None,
         )
 
     return attention
+
+
+def _within_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Attention [1,T,n,D] over what each token has itself [1,T,m,D], such as the states of layers before: as it is."""
+    scores = (query.unsqueeze(-2) * key.unsqueeze(-3)).sum(-1) * scaling
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    return (weights.unsqueeze(-1) * value.unsqueeze(-3)).sum(-2).transpose(1, 2)
 
 
 def _experts(module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor,

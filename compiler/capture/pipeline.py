@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from adaptc.capture import build, convolution, hooks, repeat, trace
+from adaptc.capture import build, convolution, hooks, parts, repeat, trace
 from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.index import indexed
@@ -58,18 +59,26 @@ def capture_module(module: torch.nn.Module, config: Any, bind: Bind | None = Non
             return _captured(module, config, stored, folded, found)
         except repeat.NotRepeated:
             pass  # all layers are traced then
-    return _captured(module, config, stored, folded, ())
+    alike = parts.alike(module) if brief and folded else {}
+    if alike:
+        try:
+            return _captured(module, config, stored, folded, alike=alike)
+        except repeat.NotRepeated:
+            pass
+    return _captured(module, config, stored, folded)
 
 
 def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored], folded: bool,
-              found: Sequence[repeat.Stack]) -> Program:
+              found: Sequence[repeat.Stack] = (), alike: parts.Alike = MappingProxyType({})) -> Program:
     text, problems = config.get_text_config(), Problems()
     with _evaluated(module), hooks.both_frequencies(module):
         constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         with build.on_one_device(module), hooks.installed(module, problems):
             if found:
                 repeat.prove(module, found, trace.samples(_context(text)))
-            with repeat.cut(module, found):
+            if alike:
+                alike = parts.proved(module, alike, trace.samples(_context(text)))
+            with repeat.cut(module, found), parts.left_out(module, alike):
                 exported = trace.trace(module, _context(text))
     fixed = {name: value for name, value in constants.items() if name not in stored}
     try:
@@ -80,6 +89,8 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
         unknown(exported, problems)
         problems.check()
     program = walk(exported, stored, constants, problems)
+    if alike:
+        parts.put_back(program, alike, stored)
     program.set_fact("context", min(filter(None, (_context(text), program.fact("context"))), default=0))
     program.set_fact("hidden", getattr(text, "hidden_size", 0))
     check_locality(program, problems)

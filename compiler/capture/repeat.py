@@ -57,7 +57,7 @@ def stacks(module: torch.nn.Module, config: Any) -> tuple[Stack, ...]:
 def _stack(path: str, layers: torch.nn.ModuleList, config: Any) -> Stack | None:
     count = len(layers)
     numbered = list(_lists(vars(config)))
-    kinds = [(_described(layer, i), tuple(_slice(values, i, count) for values in numbered))
+    kinds = [(described(layer, i), tuple(_slice(values, i, count) for values in numbered))
              for i, layer in enumerate(layers)]
     for traced in range(LEAST, count):
         seen = Counter(kinds[:traced])
@@ -81,7 +81,7 @@ def _slice(values: Any, number: int, count: int) -> Any:
     return repr(values[number]) if len(values) == count else number in values
 
 
-def _described(layer: torch.nn.Module, number: int) -> tuple:
+def described(layer: torch.nn.Module, number: int) -> tuple:
     """All of a layer but its number and its weights' values."""
     return tuple((name, type(part), *_contents(part, number)) for name, part in layer.named_modules())
 

@@ -106,7 +106,7 @@ def format_to_dict(fmt: WeightFormat) -> dict[str, Any]:
     return {
         "codes": fmt.codes, "zero": fmt.zero, "group": (1, fmt.group), "scale": fmt.scale, "minimum": fmt.minimum,
         "min_sign": fmt.min_sign, "superblock": fmt.superblock,
-    }
+    } | ({"values": fmt.values} if fmt.values else {})
 
 
 _BY_STRUCTURE = {tuple(sorted((k, v) for k, v in format_to_dict(f).items())): f for f in FORMATS.values()}

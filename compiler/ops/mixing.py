@@ -174,10 +174,13 @@ def _infer_recall(attrs, operands, name="recall"):
         if extra == "rows":
             _expect_rows(name, given, q.shape[0], attrs["window"])
             continue
-        own, what = (given.shape[2:], "[T, H, D]") if extra == "distances" else ((), "one a query head")
-        expect(given.dtype == "f32" and given.shape == (*(q.shape[:2] if own else q.shape[1:2]), *own)
-               and len(own) == (extra == "distances"),
+        shape, what = {
+            "query_sinks": (q.shape[:2], "one a query"),
+            "distances": ((*q.shape[:2], *(given.shape[2:3] or ("D",))), "[T, H, D]"),
+        }.get(extra, (q.shape[1:2], "one a query head"))
+        expect(given.dtype == "f32" and given.shape == shape,
                f"{name}: {extra} are {given.dtype}{list(given.shape)}, expected f32, {what}.")
+    expect(not {"sinks", "query_sinks"} <= {*attrs["extras"]}, f"{name}: sinks of heads beside those of queries.")
     expect(hk == hv, f"{name}: {hk} key heads and {hv} value heads.")
     expect(q.shape[1] % hk == 0, f"{name}: {q.shape[1]} query heads don't divide over {hk} key heads.")
     expect(attrs["window"] == state.window, f"{name}: window {attrs['window']}, the state's is {state.window}.")
@@ -203,7 +206,7 @@ def _recall(attrs, q, positions, requests, state: RowState, *extras):
     """softmax(q·kᵀ·scaling [softcapped] [+ bias]) · v over the rows each token may see, in float64: those from
     ``first_key`` to its own, or of them those that its row of ``rows`` names (-1: none). The bias of a key d positions
     before the query is -slope · d, by the head's slope (ALiBi, https://arxiv.org/abs/2108.12409), and the query's own
-    distances[d], where it has so many. A head's sink is one more score, whose value is 0."""
+    distances[d], where it has so many. A head's sink, or a query's own, is one more score, whose value is 0."""
     given = dict(zip(attrs["extras"], extras))
     (_, heads, _), (_, _, width) = state.spec.parts
     shape = (heads, q.shape[1] // heads, -1)
@@ -228,8 +231,9 @@ def _recall(attrs, q, positions, requests, state: RowState, *extras):
             near = given["distances"][t].astype(np.float64)
             near = np.pad(near, ((0, 0), (0, max(0, position + 1 - near.shape[1]))))[:, position - places]
             scores = scores + near.reshape(scores.shape)
-        if "sinks" in given:
-            scores = np.concatenate([scores, given["sinks"].reshape(shape).astype(np.float64)], -1)
+        sinks = given["query_sinks"][t] if "query_sinks" in given else given.get("sinks")
+        if sinks is not None:
+            scores = np.concatenate([scores, sinks.reshape(shape).astype(np.float64)], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         weights = weights[..., : len(places)]
@@ -253,8 +257,8 @@ def _attention_flops(attrs, operands, results):
     return scaled(size((q.shape[0], q.shape[1], context, q.shape[2] + result.shape[2])), 2)
 
 
+_EXTRAS, _FACTORS = ("sinks?", "query_sinks?", "slopes?", "distances?", "rows?"), "h,th,h,thn,tk"
 _ATTENTION = {"scaling": REQUIRED, "window": 0, "chunked": False, "softcap": 0.0, "extras": ()}
-_EXTRAS = ("sinks?", "slopes?", "distances?", "rows?")
 _READ = {"rows_read": lambda a, o: _rows_read(a.get("window", 0), _rows_of(a, o)), "earlier": ("rows",)}
 
 
@@ -315,9 +319,9 @@ ROWS = [
           factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
     OpRow("attention", ("q", "k", "v", "positions", "requests", "state", *_EXTRAS), _infer_attention, _attention,
-          attrs=_ATTENTION, factors="thd,thd,the,t,t,h,h,thn,tk->the", cost=_attention_flops, state=5, **_READ),
+          attrs=_ATTENTION, factors=f"thd,thd,the,t,t,{_FACTORS}->the", cost=_attention_flops, state=5, **_READ),
     OpRow("recall", ("q", "positions", "requests", "state", *_EXTRAS), _infer_recall, _recall, attrs=_ATTENTION,
-          factors="thd,t,t,h,h,thn,tk->the", cost=_attention_flops, state=3, appends=False, **_READ),
+          factors=f"thd,t,t,{_FACTORS}->the", cost=_attention_flops, state=3, appends=False, **_READ),
     OpRow("latent_attention", ("query", "row", "positions", "requests", "state", "rows?"), _infer_latent, _latent,
           attrs={"scaling": REQUIRED, "value_width": REQUIRED, "extras": ()}, factors="thd,td,t,t,tk->the",
           cost=_latent_flops, state=4, **_READ),

@@ -1,14 +1,15 @@
-"""Which class of transformers a configuration is for."""
+"""Which class, of transformers or of ``models``, a configuration is for."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from adaptc.errors import UnsupportedError
+from adaptc.models.modules import MODULES
 
 
 def causal_model(config: Any, trust_remote_code: bool = False) -> Any:
-    """The causal LM that transformers has for ``config``, in float32, with whatever parameters and buffers its
+    """The causal LM that we or transformers have for ``config``, in float32, with whatever parameters and buffers its
     constructors make where they are called; with ``trust_remote_code`` the one that comes with the model, if the
     configuration names one. UnsupportedError when there is none.
 
@@ -20,6 +21,9 @@ def causal_model(config: Any, trust_remote_code: bool = False) -> Any:
     from transformers.models.auto.modeling_auto import (MODEL_FOR_CAUSAL_LM_MAPPING,
                                                         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
+    own = MODULES[config.model_type].load() if config.model_type in MODULES else None
+    if own and type(config) is own.CONFIG:
+        return own.MODEL._from_config(config, dtype=torch.float32)
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=remote)

@@ -19,6 +19,7 @@ import numpy as np
 from adaptc import blocks
 from adaptc.errors import InputError, UnsupportedError
 from adaptc.formats import FORMATS, WeightFormat
+from adaptc.models.modules import MODULES
 from adaptc.sources.tensor import SourceTensor
 
 @dataclass(frozen=True)
@@ -116,10 +117,12 @@ def joined(name: str, parts: tuple[SourceTensor, ...], alternating: bool) -> Con
 
 
 def _transforms(model: Any) -> tuple[list, list]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    table = get_model_conversion_mapping(model)
+    own = MODULES.get(model.config.model_type)
+    ours = own is not None and isinstance(model, own.load().MODEL)
+    table = [*(get_checkpoint_conversion_mapping(own.conversion) if ours else ()), *get_model_conversion_mapping(model)]
     return ([t for t in table if isinstance(t, WeightRenaming)], [t for t in table if isinstance(t, WeightConverter)])
 
 
@@ -128,7 +131,6 @@ def _convert(target: str, converter: Any, parts: list[tuple[str, SourceTensor]],
 
     tensors = tuple(tensor for _, tensor in parts)
     formats = {tensor.stored.name for tensor in tensors}
-    stored = tensors[0].stored if len(formats) == 1 and tensors[0].stored.is_float else FORMATS["f32"]
 
     def run(values: tuple) -> dict[str, Any]:
         one = deepcopy(converter)
@@ -143,10 +145,21 @@ def _convert(target: str, converter: Any, parts: list[tuple[str, SourceTensor]],
         raise UnsupportedError(
             f"transformers' table makes {target!r} of {len(tensors)} tensors such as {tensors[0].name!r}, which doesn't "
             f"work for these: {error}.", hint="Is a tensor missing, or of another shape than its neighbours?") from error
+    kept = tensors[0].stored.is_float or all(_moves_rows(one, converter) for one in shapes.values())
+    stored = tensors[0].stored if len(formats) == 1 and kept else FORMATS["f32"]
     return [
         ConvertedTensor(name, tuple(value.shape), stored, tensors[0].file, tensors, _by_torch(run, name))
         for name, value in shapes.items()
     ]
+
+
+def _moves_rows(made: Any, converter: Any) -> bool:
+    """Whether all that is done to get the tensor ``made`` is putting whole rows together, so that groups of columns stay
+    what they are."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    return all(isinstance(one, (Concatenate, MergeModulelist)) and 0 <= one.dim < made.ndim - 1
+               for one in converter.operations)
 
 
 def _by_torch(run: Callable[[tuple], dict[str, Any]], name: str) -> Callable[[tuple[np.ndarray, ...]], np.ndarray]:
@@ -165,5 +178,5 @@ def _elements(tensor: SourceTensor, stored: WeightFormat) -> blocks.Codes:
     """Codes of ``tensor`` in ``stored``: its own ones, or float32 values."""
     if tensor.stored == stored:
         # torch's own conversions of 16-bit floats have no part in this: elements move as they are
-        return blocks.unblock(tensor.stored, tensor.raw, tensor.shape)
+        return tensor.elements()
     return tensor.codes() if tensor.format == stored else {"codes": tensor.values()}

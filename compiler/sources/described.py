@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import Any
 from adaptc.errors import InputError, UnsupportedError
 from adaptc.formats import FORMATS, WeightFormat
 from adaptc.models import waivers
+from adaptc.models.modules import MODULES
 from adaptc.sources.accounting import leaves
 from adaptc.sources.binding import Binding, listed
 from adaptc.sources.huggingface import PLAUSIBLE_LAYERS, read_json
@@ -18,14 +20,9 @@ from adaptc.sources.quantization import FIELD, Quantization, quantization
 from adaptc.sources.source import Source
 from adaptc.sources.text import TextBundle
 from adaptc.sources.waiver import Waiver
+from adaptc.sources.wrapper import TEXT, text_model
 
 CONFIG = "config.json"
-TEXT = "text_config"
-"""Where a multimodal wrapper states its text model."""
-
-SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", FIELD)
-"""Keys that a wrapper may state for its text model."""
-
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -56,10 +53,8 @@ class DescribedSource(Source):
         self.name = (self.path.parent.resolve().name if self.path.name == CONFIG else self.path.stem)
         self.waiver = waiver
         given = read_json(self.path)
-        text = given.get(TEXT)
-        self.wrapper = given.get("model_type") if isinstance(text, dict) else None
-        if isinstance(text, dict):
-            given = {key: given[key] for key in SHARED if key in given} | text
+        self.wrapper = given.get("model_type") if isinstance(given.get(TEXT), dict) else None
+        given = text_model(given)
         self.quantization: Quantization | None = quantization(given.pop(FIELD, None), self.name)
         self._given = given
         self._tensors: dict[str, StatedTensor] = {}
@@ -84,24 +79,26 @@ class DescribedSource(Source):
         from transformers import CONFIG_MAPPING
 
         kind = self._model_type()
-        names = {"num_hidden_layers", CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers")}
+        made = MODULES[kind].load().CONFIG if kind in MODULES else CONFIG_MAPPING[kind]
+        names = {"num_hidden_layers", made.attribute_map.get("num_hidden_layers")}
         for key, value in leaves(self._given):
             if key in names and (not isinstance(value, int) or not 0 < value <= PLAUSIBLE_LAYERS):
                 raise InputError(f"{self.path.name} of {self.name} says {key} = {value}; expected a number of layers from 1 "
                                  f"to {PLAUSIBLE_LAYERS}.")
         try:
-            return CONFIG_MAPPING[kind].from_dict({**self._given, "model_type": kind})
+            return made.from_dict({**self._given, "model_type": kind})
         except Exception as error:  # validation errors of transformers share no narrower class
             raise InputError(f"{self.path.name} of {self.name} is no valid configuration: {error}") from error
 
     def _model_type(self) -> str:
-        """The model_type whose causal language model transformers has: the stated one, or that of the stated class."""
+        """The model_type whose causal language model transformers has, or we: the stated one, or that of the stated
+        class."""
         import transformers
         from transformers import CONFIG_MAPPING
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as classes
 
         stated = self._given["model_type"]
-        if stated in CONFIG_MAPPING and stated in classes:
+        if stated in MODULES or stated in CONFIG_MAPPING and stated in classes:
             return stated
         named = self._given.get("architectures")
         for name in named if isinstance(named, list) else ():
@@ -135,8 +132,10 @@ class DescribedSource(Source):
         """Notes the elements and the format of each parameter."""
         self.elements = {name: parameter.numel() for name, parameter in module.named_parameters()}
         self.formats = dict.fromkeys(self.elements, self.dtype)
+        own = MODULES.get(self._given["model_type"])
         for name in _matrices(module, self.quantization) if self.quantization else ():
-            if name in self.formats:
+            plain = own and own.plain and re.search(own.plain, name.removesuffix(".weight"))
+            if name in self.formats and not plain:
                 self.formats[name] = self.quantization.format
         self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         self.architecture = type(module).__name__

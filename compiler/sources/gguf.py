@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from adaptc.errors import AdapterError, InputError, UnsupportedError, UnusedError
-from adaptc.formats import EXPANDED, FORMATS
+from adaptc.formats import FORMATS
 from adaptc.models import waivers
 from adaptc.models.gguf import ARCHITECTURES, HALVES, PARAMETERS, ROPE_SCALINGS, Architecture, llama3_scaling
 from adaptc.sources import text
@@ -49,12 +49,11 @@ class GgufSource(Source):
         self._check_parts()
         self.architecture = self._architecture()
         self.tensors: dict[str, SourceTensor | ConvertedTensor] = {}
-        formats = FORMATS | EXPANDED
         for stored in file.tensors:
             dtype, shape = _type_name(stored.type), stored.shape
             if len(shape) == 1 and self._rules.one_row and re.search(self._rules.one_row, stored.name):
                 shape = (1, *shape)
-            found = locate(stored.name, shape, formats.get(dtype.lower()), dtype, file.data, stored.offset, self.name,
+            found = locate(stored.name, shape, FORMATS.get(dtype.lower()), dtype, file.data, stored.offset, self.name,
                            waiver)
             if found is not None:
                 self.tensors[stored.name] = found

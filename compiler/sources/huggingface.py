@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -10,16 +11,20 @@ from typing import Any
 
 from adaptc.errors import DamagedFileError, InputError, PickleError, UnsupportedError
 from adaptc.formats import FORMATS
+from adaptc.models.modules import MODULES
 from adaptc.sources import text
 from adaptc.sources.accounting import leaves
-from adaptc.sources.binding import Binding
+from adaptc.sources.binding import FIRST, Binding
 from adaptc.sources.classes import causal_model
+from adaptc.sources.compressed import BYTES, PackedTensor, is_part, paired
 from adaptc.sources.conversion import ConvertedTensor, converted
 from adaptc.sources.derived import python_files
 from adaptc.sources.gguf_file import map_bytes
+from adaptc.sources.quantization import FIELD, MXFP4_PAIRS, quantization
 from adaptc.sources.source import Source
 from adaptc.sources.tensor import SourceTensor, locate
 from adaptc.sources.waiver import Waiver
+from adaptc.sources.wrapper import text_model
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TEXT_FILES = (
@@ -60,6 +65,10 @@ class HuggingFaceSource(Source):
         self.trust_remote_code = trust_remote_code
         self.name = name or folder.resolve().name
         self._given = read_json(folder / "config.json")
+        trusted = trust_remote_code and "auto_map" in self._given
+        self._own = None if trusted else MODULES.get(str(self._given.get("model_type")))
+        if self._own:
+            self._given = text_model(self._given)
         self._check_config()
         self._shards = self._list_shards()
         self._module: Any = None
@@ -73,7 +82,10 @@ class HuggingFaceSource(Source):
         """As transformers' classes have them: see ``conversion``."""
         if (kept := self.derived.get("tensors")) is not None:
             return {name: self._stored[stored] for name, stored in json.loads(kept).items()}
-        found = converted(self._stored, self._module or self._bare())
+        whole: Mapping[str, SourceTensor | PackedTensor] = paired(self._stored)
+        if self._own:
+            whole = {name.removeprefix(self._own.prefix): tensor for name, tensor in whole.items()}
+        found = converted(whole, self._module or self._bare())
         if all(isinstance(tensor, SourceTensor) for tensor in found.values()):  # else transformers moves the elements
             self.derived.put("tensors", json.dumps({name: tensor.name for name, tensor in found.items()}).encode())
         return found
@@ -94,6 +106,8 @@ class HuggingFaceSource(Source):
 
         kind = self._given["model_type"]
         own = "auto_map" in self._given
+        if self._own:
+            return self._own_config()
         if kind not in CONFIG_MAPPING and not (own and self.trust_remote_code):
             raise UnsupportedError(
                 f"config.json of {self.name} has the model_type {kind!r}, which the installed transformers "
@@ -105,6 +119,14 @@ class HuggingFaceSource(Source):
         try:
             return AutoConfig.from_pretrained(self.folder, local_files_only=True,
                                               trust_remote_code=own and self.trust_remote_code)
+        except Exception as error:  # validation errors of transformers share no narrower class
+            raise InputError(f"config.json of {self.name} is no valid configuration: {error}") from error
+
+    def _own_config(self) -> Any:
+        made = self._own.load().CONFIG
+        self._check_layers(made.attribute_map)
+        try:
+            return made.from_dict(self._given)
         except Exception as error:  # validation errors of transformers share no narrower class
             raise InputError(f"config.json of {self.name} is no valid configuration: {error}") from error
 
@@ -121,6 +143,9 @@ class HuggingFaceSource(Source):
     def supplier(self, parameter: str) -> Binding:
         """The tensor of that name, or, in a checkpoint of the model without its head, the one without the first
         step of the name."""
+        for pattern, key in self._own.narrowed.items() if self._own else ():
+            if re.search(pattern, parameter):
+                return Binding(parameter, (FIRST, dict(leaves(self._given))[key]))
         short = parameter.partition(".")[2]
         return Binding(parameter if parameter in self.tensors or short not in self.tensors else short)
 
@@ -173,14 +198,20 @@ class HuggingFaceSource(Source):
         classes = self._given.get("architectures") or []
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise InputError(f"config.json of {self.name} has architectures = {classes!r}, expected names of classes.")
-        quantization = self._given.get("quantization_config") or self._given.get("compression_config")
-        if quantization:
-            method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        stated = self._given.pop(FIELD, None) or self._given.get("compression_config")
+        self.packed = bool(stated) and self._is_packed(stated)
+        if stated and not self.packed:
+            method = stated.get("quant_method", "unnamed") if isinstance(stated, dict) else stated
             raise UnsupportedError(
                 f"{self.name} is quantised by the method {method!r} (quantization_config in config.json); adaptc reads "
-                f"{', '.join(_DTYPES.values())} checkpoints and GGUF files.",
+                f"{', '.join(_DTYPES.values())} checkpoints, {MXFP4_PAIRS} of compressed-tensors, and GGUF files.",
                 hint="Use the unquantised model, or a GGUF file of it.",
             )
+
+    def _is_packed(self, stated: Any) -> bool:
+        """Whether the files hold matrices in pairs of tensors; UnsupportedError naming a field that isn't known."""
+        layout = stated.get("format") if isinstance(stated, dict) else None
+        return layout == MXFP4_PAIRS and quantization(stated, self.name).layout == MXFP4_PAIRS
 
     def _list_shards(self) -> dict[str, set[str] | None]:
         """Weight files → the tensors that the index expects in each; None when there is no index."""
@@ -224,6 +255,10 @@ class HuggingFaceSource(Source):
         for name, entry in header.items():
             if name in self._stored:
                 raise InputError(f"the tensor {name!r} of {self.name} is in {self._stored[name].file} and {path.name}.")
+            if self.packed and entry["dtype"] == "U8" and is_part(name):
+                first, last = (start + offset for offset in entry["data_offsets"])
+                self._stored[name] = SourceTensor(name, tuple(entry["shape"]), BYTES, data[first:last], path.name)
+                continue
             format = FORMATS.get(_DTYPES.get(entry["dtype"], ""))
             found = locate(name, tuple(entry["shape"]), format, entry["dtype"], data, start + entry["data_offsets"][0],
                            path.name, self.waiver)

@@ -1,4 +1,4 @@
-"""How published checkpoints say that their matrices are quantised: for sizes alone, as no value is read here.
+"""How published checkpoints say that their matrices are quantised; no value is read here.
 
 A ``quantization_config`` of a known kind says in which format the matrices lie that it names. Every field is looked at:
 one that isn't known, or a value of it, is refused by its name.
@@ -13,19 +13,24 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from adaptc.errors import UnsupportedError
-from adaptc.formats import EXPANDED, WeightFormat
+from adaptc.formats import FORMATS, WeightFormat
 
 FIELD = "quantization_config"
+
+MXFP4_PAIRS = "mxfp4-pack-quantized"
+"""The layout whose values are read too (``sources.compressed``)."""
 
 
 @dataclass(frozen=True)
 class Quantization:
     """``format`` of the matrices of linear maps and of experts, or of ``experts_only``, but of the modules that ``left``
-    matches: patterns of their paths, regular expressions after "re:"."""
+    matches: patterns of their paths, regular expressions after "re:". ``layout``: how compressed-tensors calls the way in
+    which it lies in files."""
 
     format: WeightFormat
     left: tuple[str, ...] = ()
     experts_only: bool = False
+    layout: str = ""
 
     def covers(self, module: str) -> bool:
         """Whether the matrices of the module of that path are quantised."""
@@ -75,7 +80,7 @@ def _fp8(stated: Mapping[str, Any], model: str) -> Quantization:
 
 
 def _mxfp4(stated: Mapping[str, Any], model: str) -> Quantization:
-    return Quantization(EXPANDED["mxfp4"], tuple(stated.get("modules_to_not_convert") or ()), experts_only=True)
+    return Quantization(FORMATS["mxfp4"], tuple(stated.get("modules_to_not_convert") or ()), experts_only=True)
 
 
 def _compressed(stated: Mapping[str, Any], model: str) -> Quantization:
@@ -88,20 +93,20 @@ def _compressed(stated: Mapping[str, Any], model: str) -> Quantization:
     _check(weights, _WEIGHTS, f"{FIELD}.config_groups.{name}.weights", model)
     kind, size = weights.get("type"), weights.get("group_size")
     layout = group.get("format") or stated.get("format")
-    if (kind, layout) == ("float", "mxfp4-pack-quantized"):
-        format = EXPANDED["mxfp4"]
+    if (kind, layout, size) == ("float", MXFP4_PAIRS, 32):
+        format = FORMATS["mxfp4"]
     elif (kind, layout) == ("int", "pack-quantized"):
         format = WeightFormat(f"int4_g{size}", "u4", 8, size, ("bf16",), superblock=size)
     else:
         raise _unknown(model, f"config_groups.{name}.weights.type", kind, ("int", "float"))
-    return Quantization(format, tuple(stated.get("ignore") or ()))
+    return Quantization(format, tuple(stated.get("ignore") or ()), layout=layout)
 
 
 REQUIRED = ("weight_block_size", "fmt", "num_bits", "group_size", "strategy")
 """Fields without which nothing follows."""
 
 _GROUP: Mapping[str, tuple | None] = {
-    "targets": (["Linear"],), "weights": None, "format": ("pack-quantized", "mxfp4-pack-quantized", None),
+    "targets": (["Linear"],), "weights": None, "format": ("pack-quantized", MXFP4_PAIRS, None),
     "input_activations": (None,), "output_activations": (None,),
 }
 _WEIGHTS: Mapping[str, tuple | None] = {
@@ -114,7 +119,7 @@ KINDS: Mapping[str, tuple[Mapping[str, tuple | None], Callable[[Mapping[str, Any
              "scale_fmt": (None, "ue8m0"), "modules_to_not_convert": None}, _fp8),
     "mxfp4": ({"quant_method": None, "modules_to_not_convert": None}, _mxfp4),
     "compressed-tensors": ({"quant_method": None, "config_groups": None, "ignore": None, "kv_cache_scheme": (None,),
-                            "format": ("pack-quantized", "mxfp4-pack-quantized"), "quantization_status": None,
+                            "format": ("pack-quantized", MXFP4_PAIRS), "quantization_status": None,
                             "global_compression_ratio": None, "version": None, "sparsity_config": (None, {}),
                             "transform_config": (None, {})}, _compressed),
 }

@@ -145,12 +145,14 @@ class Source(ABC):
                 format, codes = FORMATS["f32"], {"codes": blocks.dequantize(format, codes)}
             return format, {"codes": np.ascontiguousarray(codes["codes"].swapaxes(-1, -2))}
         rows = binding.rows(tensor.shape[0] if tensor.shape else 1)
+        if binding.narrowed and any(part[len(rows):].any() for part in codes.values()):
+            raise InputError(f"the tensor {tensor.name!r} in {tensor.file} has {tensor.shape[0]} elements, of which "
+                             f"{len(rows)} are the parameter's, and zeros should follow.")
         return format, codes if rows is None else blocks.take_rows(codes, rows)
 
     def stored(self) -> dict[str, SourceTensor]:
         """The files' own tensors, by name: those that ``tensors`` are, or are made of."""
-        parts = [part for tensor in self.tensors.values() for part in getattr(tensor, "parts", (tensor,))]
-        return {tensor.name: tensor for tensor in parts}
+        return {leaf.name: leaf for tensor in self.tensors.values() for leaf in _leaves(tensor)}
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each tensor's float32 values, row-major and little-endian, by name."""
@@ -176,6 +178,14 @@ class Source(ABC):
     def check_waived(self) -> None:
         """After capture: OptionError when the caller waives what is used, or what isn't there."""
         self.waiver.check(self.stated(), self.name)
+
+
+def _leaves(tensor: Any) -> Iterator[SourceTensor]:
+    """The files' own tensors that ``tensor`` is, or is made of."""
+    for part in getattr(tensor, "parts", ()):
+        yield from _leaves(part)
+    if not hasattr(tensor, "parts"):
+        yield tensor
 
 
 def _tensors(values: Mapping[str, np.ndarray]) -> dict[str, SourceTensor]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from adaptc import blocks
 from adaptc.errors import InputError, UnsupportedError
-from adaptc.formats import EXPANDED, FORMATS, HELD_AS, WeightFormat
+from adaptc.formats import FORMATS, WeightFormat
 from adaptc.models import waivers
 from adaptc.sources.waiver import Waiver
 
@@ -19,7 +19,7 @@ class SourceTensor:
     """A stored tensor. ``data`` are its bytes (uint8, usually a view of a memory map), ``file`` the file's name.
 
     ``stored`` is the file's format; ``format`` what ``codes`` come in: the same, but f32 for vectors, which are
-    biases and norms and never operands of packed kernels, and a wider one for ``formats.EXPANDED``.
+    biases and norms and never operands of packed kernels.
     """
 
     name: str
@@ -40,26 +40,25 @@ class SourceTensor:
 
     @property
     def format(self) -> WeightFormat:
-        return FORMATS[HELD_AS.get(self.stored.name, self.stored.name)] if len(self.shape) > 1 else FORMATS["f32"]
+        return self.stored if len(self.shape) > 1 else FORMATS["f32"]
 
     def codes(self) -> blocks.Codes:
         """Unpacked codes in ``format`` (see ``adaptc.blocks``)."""
-        codes = blocks.unblock(self.stored, self.raw, self.shape)
+        codes = self.elements()
         if self.format == self.stored:
             return codes
-        return blocks.expand(self.format, blocks.dequantize(self.stored, codes))
+        return {"codes": blocks.dequantize(self.stored, codes)}
 
     def values(self) -> np.ndarray:
         """float32 values, as the ``gguf`` package dequantises them."""
-        return blocks.dequantize(self.stored, blocks.unblock(self.stored, self.raw, self.shape))
+        return blocks.dequantize(self.stored, self.elements())
 
-    @property
-    def note(self) -> str:
-        """Why the tensor isn't held in its stored format ("" when it is, or is a vector)."""
-        if self.stored.name not in HELD_AS:
-            return ""
-        held = self.format.name
-        return f"stored as {self.stored.name}, which no kernel reads; read as {held}, which holds every value"
+    def elements(self) -> blocks.Codes:
+        """Unpacked codes in the format that the file stores, of vectors too."""
+        return blocks.unblock(self.stored, self.raw, self.shape)
+
+    note = ""
+    """Why the tensor isn't held in its stored format ("" when it is, or is a vector)."""
 
     def check_finite(self) -> None:
         """InputError naming the tensor when a value is NaN or infinite."""
@@ -85,7 +84,7 @@ def locate(name: str, shape: tuple[int, ...], format: WeightFormat | None, dtype
             return None
         raise UnsupportedError(
             f"the tensor {name!r} in {file} is stored as {dtype}, which adaptc can't read; it reads "
-            f"{', '.join([*FORMATS, *EXPANDED])}.",
+            f"{', '.join(FORMATS)}.",
             hint="Use a file in one of these formats.",
         )
     size = blocks.stored_bytes(format, shape)

@@ -99,7 +99,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     heads, group = params["heads"], params["heads"] // params["sets"]
     width, value_width, block, span = (params[k] for k in ("width", "value_width", "key_block", "span"))
     query, positions, requests, pool, table, *more = (e.buffer(i) for i in range(len(attend_signature(params))))
-    sinks = more.pop(0) if params["sinks"] else None
+    sinks = more.pop(0) if params["sinks"] or params["query_sinks"] else None
     slopes = more.pop(0) if params["slopes"] else None
     distances = more.pop(0) if params["distances"] else None
     slots = more.pop(0) if params["slots"] else None
@@ -218,8 +218,9 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
                     each_row(unit, add)
 
             def finish(row: Value) -> None:
-                head = e.rem(offset_of(unit, row), heads)
-                rows.finish(whole(unit, row), e.at(sinks, head, "f32") if sinks else None)
+                offset = offset_of(unit, row)
+                number = offset if params["query_sinks"] else e.rem(offset, heads)
+                rows.finish(whole(unit, row), e.at(sinks, number, "f32") if sinks else None)
 
             with e.when(alone):
                 each_row(unit, finish)
@@ -236,7 +237,7 @@ def emit_merge(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     e = Emitter(level)
     heads, group = params["heads"], params["heads"] // params["sets"]
     positions, requests, *more = (e.buffer(i) for i in range(len(merge_signature(params))))
-    sinks = more.pop(0) if params["sinks"] else None
+    sinks = more.pop(0) if params["sinks"] or params["query_sinks"] else None
     slots, out = more
     rows = Rows(e, params)
     top, total = room(e, rows.lanes), room(e, rows.lanes)
@@ -258,7 +259,8 @@ def emit_merge(params: Mapping[str, Any], symbol: str, level: Level) -> str:
                         with e.when(rows.sees(e.add(unit.position, number), span.index)):
                             slot = e.add(unit.base, e.add(e.mul(count, e.sub(span.index, unit.low)), row.index))
                             rows.merge(whole, rows.piece(slots, slot))
-                    rows.finish(whole, e.at(sinks, head, "f32") if sinks else None)
+                    number = offset if params["query_sinks"] else head
+                    rows.finish(whole, e.at(sinks, number, "f32") if sinks else None)
 
         division.units(work)
     return e.text(symbol)
@@ -283,8 +285,9 @@ def _pieces(params: Mapping[str, Any]) -> TensorSpec:
 
 
 def _shared(params: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Entries for values a head, one each of sinks and slopes that there are, and for pieces, none or one."""
-    extras = [f"in:f32[{params['heads']}]" for name in ("sinks", "slopes") if params.get(name)]
+    """Entries for those of sinks and slopes that there are, one a head or a query, and for pieces, none or one."""
+    shapes = {"sinks": "", "query_sinks": "T,", "slopes": ""}
+    extras = [f"in:f32[{tokens}{params['heads']}]" for name, tokens in shapes.items() if params.get(name)]
     slots, size = _pieces(params).shape
     return extras, [f"scratch:f32[{slots},{size}]"] if slots else []
 
@@ -340,7 +343,7 @@ def select(spec: OpSpec) -> Selection | None:
     }  # fmt: skip
     division = {
         "chunked": bool(spec.attrs.get("chunked", False)), "heads": heads,
-        "sets": _sets(heads) if latent else kv_heads, "sinks": "sinks" in extras,
+        "query_sinks": "query_sinks" in extras, "sets": _sets(heads) if latent else kv_heads, "sinks": "sinks" in extras,
         "slots": slots_for(state, heads), "span": SPAN_BLOCKS * state.key_block, "value_width": value_width,
         "window": int(spec.attrs.get("window", 0)),
     }  # fmt: skip
@@ -351,10 +354,10 @@ def select(spec: OpSpec) -> Selection | None:
     merge = division | {"width": width, "key_block": state.key_block}  # which decide the vectors
     where, cache = (f"operand:{place - 2}", f"operand:{place - 1}"), (f"state:{place}", f"pages:{place}")
     slots = ["scratch:0"] if division["slots"] else []
-    merged = [operand for name, operand in extras.items() if name == "sinks"]
+    merged = [operand for name, operand in extras.items() if name in ("sinks", "query_sinks")]
     append = [("kv_append", paging, (*kept, *where, *cache))] if kept else []
     if "rows" in extras:
-        return _select_chosen(append, paging, attend, spec.operands[-1].shape[1],
+        return _select_chosen(append, paging, attend, spec.operands[-1].shape[1], extras,
                               ("operand:0", where[1], *cache, *extras.values(), "result:0"))
     uses = [*append, ("attend", attend, ("operand:0", *where, *cache, *extras.values(), *slots, "result:0"))]
     if slots:
@@ -363,12 +366,12 @@ def select(spec: OpSpec) -> Selection | None:
 
 
 def _select_chosen(append: list[tuple], paging: Mapping[str, Any], attend: Mapping[str, Any], chosen: int,
-                   args: tuple[str, ...]) -> Selection | None:
-    """``attend_rows`` in place of ``attend``, which has no biases by distance."""
-    if attend["slopes"] or attend["distances"]:
+                   extras: Mapping[str, str], args: tuple[str, ...]) -> Selection | None:
+    """``attend_rows`` in place of ``attend``, which has neither biases by distance nor sinks of queries."""
+    if set(extras) - {"sinks", "rows"}:
         return None
-    names = ("heads", "key_block", "scaling", "sets", "sinks", "softcap")
-    params = dict(paging) | {name: attend[name] for name in names} | {"top_k": chosen}
+    names = ("heads", "key_block", "scaling", "sets", "softcap")
+    params = dict(paging) | {name: attend[name] for name in names} | {"sinks": "sinks" in extras, "top_k": chosen}
     return Selection(uses_of([*append, ("attend_rows", params, args)]))
 
 

@@ -141,7 +141,7 @@ class Codes:
     def integers(self, e: Emitter, weight: Packed, tile: int) -> Body:
         """Body of ``walk`` for integer formats."""
         format = weight.format
-        dots = _signed_dots if format.codes == "i8" else _unsigned_dots
+        dots = _signed_dots if format.codes == "i8" or format.values else _unsigned_dots
 
         def body(first: Value, codes: Rows, groups: Sequence[Group], sums: Sequence[Value]) -> list[Value]:
             here, span, result = e.at(self.codes, first), e.shr(first, 5), list(sums)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
-from adaptc.backends.cpu.kernels.weights import Packed
+from adaptc.backends.cpu.kernels.instructions import chosen
+from adaptc.backends.cpu.kernels.weights import Packed, half_power
 from adaptc.backends.cpu.levels import Level
 from adaptc.backends.cpu.packing import BLOCK, SPAN, code_layout, packable, scale_layout
 from adaptc.formats import FORMATS, WeightFormat
@@ -43,6 +44,7 @@ def _integer_row(e: Emitter, format: WeightFormat, k: int, codes: Value, scales:
         for pair in range(SPAN // 8):
             # Lanes 0-3 are quad 2·pair, lanes 4-7 quad 2·pair + 1: eight consecutive columns.
             numbers = e.sub(_EIGHT[format.codes](e, here, lane, pair), format.zero)
+            numbers = chosen(e, numbers, format.values) if format.values else numbers
             scale, minimum = group_scales[pair * len(group_scales) // 4]
             values = e.mul(e.splat(scale, 8), e.cast("sitofp", numbers, "f32"))
             if minimum is not None:
@@ -120,7 +122,12 @@ def _eight_bits(e: Emitter, format: WeightFormat, scales: Value, lane: Value, sp
     return [(e.mul(scale1, number), None) for number in numbers]
 
 
-_SCALES = {("f16",): _one_level, ("u6", "f16"): _six_bits, ("i8", "f16"): _eight_bits}
+def _powers(e: Emitter, format: WeightFormat, scales: Value, lane: Value, span: Value):
+    here = e.at(scales, e.add(e.mul(span, scale_layout(format).bytes), lane))
+    return [(half_power(e, e.load(here, "i8")), None)]
+
+
+_SCALES = {("f16",): _one_level, ("u6", "f16"): _six_bits, ("i8", "f16"): _eight_bits, ("e8m0",): _powers}
 
 
 def _signature(params: Mapping[str, Any]) -> tuple[str, ...]:

@@ -61,6 +61,15 @@ def _quads(name: str) -> Emit:
     return emit
 
 
+def _table(e: Emitter, values: Sequence[int], type: str) -> Value:
+    """``values`` [16] once in each 16 bytes."""
+    return e.const([*values] * (lanes(type) // 16), type)
+
+
+def _shuffled(name: str) -> Emit:
+    return lambda e, codes, values: e.intrinsic(name, (_table(e, values, codes.type), codes), codes.type)
+
+
 def _fused(e: Emitter, a: Value, b: Value, c: Value) -> Value:
     return e.op(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
 
@@ -88,6 +97,12 @@ TABLE: Mapping[str, Sequence[Row]] = {
         Row("avx512vnni", 16, _quads("llvm.x86.avx512.vpdpbusd.512")),
         Row("avxvnni", 8, _quads("llvm.x86.avx512.vpdpbusd.256")),  # LLVM takes the VEX form of the same instruction
     ),
+    "lookup": (
+        Row("avx512bw", 16, _shuffled("llvm.x86.avx512.pshuf.b.512")),
+        Row("avx2", 8, _shuffled("llvm.x86.avx2.pshuf.b")),
+        Row("sse4.2", 4, _shuffled("llvm.x86.ssse3.pshuf.b.128")),
+        Row("neon", 4, _shuffled("llvm.aarch64.neon.tbl1.v16i8")),
+    ),
     "fma": (Row("fma", ANY, _fused), Row("neon", ANY, _fused)),
     "half_to_float": (Row("f16c", ANY, _cast("extf")), Row("neon", ANY, _cast("extf"))),
     "float_to_half": (Row("f16c", ANY, _cast("truncf")), Row("neon", ANY, _cast("truncf"))),
@@ -98,6 +113,7 @@ byte_pairs     u8[4L] a, i8[4L] b → i16[2L]: a·b of neighbours added; the sum
 short_pairs    i16[2L] → i32[L]: neighbours added
 signed         i8[4L] x, i8[4L] by → -x where by < 0, x where by > 0; anything where by is 0
 quads          i32[L] total (or None), u8[4L] a, i8[4L] b → i32[L]: total + a·b of four neighbours, exactly
+lookup         i8[4L] codes below 16, 16 numbers → i8[4L]: the number that each code stands for
 fma            a·b + c, rounded once where the CPU can; see ``_unfused``
 half_to_float  f16 → f32, exactly
 float_to_half  f32 → f16, to nearest even
@@ -127,6 +143,14 @@ def _plain_signed(e: Emitter, x: Value, by: Value) -> Value:
 def _pairwise_quads(e: Emitter, total: Value | None, a: Value, b: Value) -> Value:
     wide = e.do("short_pairs", e.do("byte_pairs", a, b))
     return wide if total is None else e.add(total, wide)
+
+
+def chosen(e: Emitter, codes: Value, values: Sequence[int]) -> Value:
+    """The number of ``values`` that each code stands for, in integers of any width."""
+    result = e.const(values[0], codes.type)
+    for code, value in enumerate(values[1:], 1):
+        result = e.select(e.compare("eq", codes, code), value, result)
+    return result
 
 
 def _unfused(e: Emitter, a: Value, b: Value, c: Value) -> Value:
@@ -183,6 +207,7 @@ FALLBACKS: Mapping[str, Emit] = {
     "short_pairs": _plain_short_pairs,
     "signed": _plain_signed,
     "quads": _pairwise_quads,
+    "lookup": chosen,
     "fma": _unfused,
     "half_to_float": _plain_half_to_float,
     "float_to_half": _plain_float_to_half,

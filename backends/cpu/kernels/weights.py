@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from adaptc.backends.cpu.kernels.base import Emitter, Value, vec
+from adaptc.backends.cpu.kernels.base import Emitter, Value, like, vec
 from adaptc.backends.cpu.packing import (
     BLOCK,
     SPAN,
@@ -173,6 +173,18 @@ def _eight_bits(e, format, here, shared, span) -> list[Group]:
     ]
 
 
+def _powers(e, format, here, shared, span) -> list[Group]:
+    return [Group(half_power(e, here.load(e, "i8")))]
+
+
+def half_power(e: Emitter, exponents: Value) -> Value:
+    """2^(exponent - 128) as f32, of exponents i8: the first two are subnormal."""
+    wide = e.cast("extui", exponents, "i32")
+    bits = e.select(e.compare("eq", wide, 0), 1 << 21, e.select(
+        e.compare("eq", wide, 1), 1 << 22, e.shl(e.sub(wide, 1), 23)))
+    return e.cast("bitcast", bits, like(bits.type, "f32"))
+
+
 def _halves(e: Emitter, format: WeightFormat, here: Rows) -> list[Value]:
     """The f16 levels at ``here``: scale and, if the format has one, minimum with its sign."""
     scale = here.load_floats(e, "f16")
@@ -182,7 +194,10 @@ def _halves(e: Emitter, format: WeightFormat, here: Rows) -> list[Value]:
     return [scale, minimum if format.min_sign > 0 else e.neg(minimum)]
 
 
-_LEVELS = {("f16",): (_nothing, _one_level), ("u6", "f16"): (_halves, _six_bits), ("i8", "f16"): (_halves, _eight_bits)}
+_LEVELS = {
+    ("f16",): (_nothing, _one_level), ("u6", "f16"): (_halves, _six_bits), ("i8", "f16"): (_halves, _eight_bits),
+    ("e8m0",): (_nothing, _powers),
+}
 """Levels of a format's scales → (what spans of a superblock share, a span's groups from that)."""
 
 
@@ -190,9 +205,10 @@ _LEVELS = {("f16",): (_nothing, _one_level), ("u6", "f16"): (_halves, _six_bits)
 
 def quads(e: Emitter, format: WeightFormat, codes: Rows, which: Sequence[int]) -> Iterator[tuple[int, Value]]:
     """(j, bytes [rows × 4 columns] of quad j) for the quads asked for: codes as stored (before
-    zero is subtracted)."""
+    zero is subtracted), or the values that they stand for where the format has a table of them."""
     for j in which:
-        yield j, e.cast("bitcast", _QUAD[format.codes](e, codes, j), e.bytes)
+        stored = e.cast("bitcast", _QUAD[format.codes](e, codes, j), e.bytes)
+        yield j, e.do("lookup", stored, format.values) if format.values else stored
 
 
 def _words(e: Emitter, codes: Rows, vector: int) -> Value:
@@ -220,8 +236,9 @@ _QUAD = {"i8": _words, "u4": _u4, "u5": _u5, "u6": _u6}
 
 
 def columns(e: Emitter, format: WeightFormat, codes: Rows, which: Sequence[int]) -> Iterator[tuple[int, Value]]:
-    """(column of the span, code - zero of the rows as f32) for the columns of the quads asked for, in order."""
-    reader = _NUMBERS.get((format.codes, format.zero), _bytes)
+    """(column of the span, code - zero of the rows, or the value, as f32) for the columns of the quads asked for, in
+    order."""
+    reader = _bytes if format.values else _NUMBERS.get((format.codes, format.zero), _bytes)
     for j in which:
         for i, number in enumerate(reader(e, format, codes, j)):
             yield 4 * j + i, e.cast("sitofp", number, "f32")
@@ -241,13 +258,14 @@ def _centred_nibbles(e: Emitter, format: WeightFormat, codes: Rows, j: int) -> I
 
 
 def _bytes(e: Emitter, format: WeightFormat, codes: Rows, j: int) -> Iterator[Value]:
-    words = _QUAD[format.codes](e, codes, j)
-    if not (format.zero or format.codes == "i8"):
+    ((_, stored),) = quads(e, format, codes, [j])
+    words = e.cast("bitcast", stored, e.words)
+    if not (format.zero or format.values or format.codes == "i8"):
         for i in range(4):
             yield e.and_(_shift(e, words, -8 * i), 255)
         return
     if format.zero:
-        words = e.cast("bitcast", e.sub(e.cast("bitcast", words, e.bytes), format.zero), e.words)
+        words = e.cast("bitcast", e.sub(stored, format.zero), e.words)
     for i in range(4):
         yield e.sar(_shift(e, words, 24 - 8 * i), 24)
 
