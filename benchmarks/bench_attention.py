@@ -34,28 +34,31 @@ def best_of(call, seconds: float = 0.5) -> float:
     return min(times) / 1e9
 
 
-def case(heads, kv_heads, width, kept, tokens, context, window, level, page_size=16):
-    """Seconds of (kv_append, attention) for ``tokens`` new tokens at the end of ``context``, and bytes of its cache."""
+def case(heads, kv_heads, width, kept, tokens, context, window, level, latent=0, page_size=16):
+    """Seconds of (kv_append, attention) for ``tokens`` new tokens at the end of ``context``, and bytes of its cache.
+    With ``latent`` one row a token is the key of all heads, and so many of its columns their value."""
     pages = -(-context // page_size)
     dtype, scale = KEPT[kept]
-    state = StateSpec((("k", kv_heads, width), ("v", kv_heads, width)), dtype, window, page_size, KEY_BLOCK, pages, scale)
-    row = lambda h: TensorSpec("f32", ("T", h, width))
-    index = TensorSpec("i32", ("T",))
-    spec = OpSpec("attention", (row(heads), row(kv_heads), row(kv_heads), index, index, state), (row(heads),),
-                  {"scaling": width**-0.5, "window": window, "softcap": 0.0})
+    parts = (("latent", 1, width),) if latent else (("k", kv_heads, width), ("v", kv_heads, width))
+    state = StateSpec(parts, dtype, window, page_size, KEY_BLOCK, pages, scale)
+    shapes = [(heads, width), *([(width,)] if latent else [(kv_heads, width)] * 2)]
+    rows, index = [TensorSpec("f32", ("T", *shape)) for shape in shapes], TensorSpec("i32", ("T",))
+    result = TensorSpec("f32", ("T", heads, latent or width))
+    attrs = {"scaling": width**-0.5} | ({"value_width": latent} if latent else {"window": window, "softcap": 0.0})
+    spec = OpSpec("latent_attention" if latent else "attention", (*rows, index, index, state), (result,), attrs)
     rng = np.random.default_rng(0)
-    q, k, v = (aligned(rng.standard_normal((context, h, width)).astype(np.float32)) for h in (heads, kv_heads, kv_heads))
+    given = [aligned(rng.standard_normal((context, *shape)).astype(np.float32)) for shape in shapes]
     pool = np.zeros((pages, page_size * state.token_bytes()), np.uint8)
     table = rng.permutation(pages).astype(np.int32)[None]
-    out = aligned(np.empty((context, heads, width), np.float32))
-    selection = attention.SELECT["attention"](spec)
+    out = aligned(np.empty((context, heads, latent or width), np.float32))
+    selection = attention.SELECT[spec.op](spec)
     scratch = [aligned(np.zeros(s.shape, np.float32)) for s in selection.scratch]
 
     def step(first: int):
         """A call of (append, all else) over positions from ``first`` on."""
         where = np.arange(first, context, dtype=np.int32), np.zeros(context - first, np.int32)
-        values = {"operand:0": q[first:], "operand:1": k[first:], "operand:2": v[first:], "operand:3": where[0],
-                  "operand:4": where[1], "state:5": pool, "pages:5": table, "result:0": out}
+        values = {f"operand:{i}": x for i, x in enumerate([*(x[first:] for x in given), *where])}
+        values |= {f"state:{len(values)}": pool, f"pages:{len(values)}": table, "result:0": out}
         values |= {f"scratch:{i}": s for i, s in enumerate(scratch)}
         calls = [(native(attention.FAMILIES[use.kernel.family], dict(use.kernel.params), level),
                   [values[name] for name in use.args]) for use in selection.uses]
@@ -80,6 +83,11 @@ def main(level: str = "x86-64-v3") -> None:
         speed = f"{pairs * width * 4 / attend / 1e9:.1f} GFLOP/s" if tokens > 1 else f"{size / attend / 1e9:.1f} GB/s"
         print(f"{heads:>5}/{kv_heads:<2} {width:>5} {kept:>5} {tokens:>6} {context:>7} {window:>6} {append * 1e3:>9.3f} "
               f"{attend * 1e3:>9.3f}  {speed}")
+    print("   heads width values kept tokens context attend ms  latent attention")
+    for heads, tokens, context in ((16, 1, 4096), (128, 1, 1024), (128, 1, 4096), (128, 16, 1024)):
+        _, attend, _ = case(heads, 1, 576, "f16", tokens, context, 0, level, latent=512)
+        speed = sum(range(context - tokens + 1, context + 1)) * heads * (576 + 512) * 2 / attend / 1e9
+        print(f"{heads:>8} {576:>5} {512:>6}  f16 {tokens:>6} {context:>7} {attend * 1e3:>9.3f}  {speed:.1f} GFLOP/s")
 
 
 if __name__ == "__main__":

@@ -21,12 +21,19 @@ def stored_codes(source, weight: Weight) -> tuple[blocks.Codes, float]:
     a ``sources.Source``. InputError names a tensor with NaN or infinite values.
     """
     wanted = weight.spec.format or DENSE
-    stored, codes = source.load(Binding(weight.tensor, weight.rows or None))
+    stored, codes = source.load(binding_of(weight))
     if stored == wanted:
         return codes, 0.0
     values = blocks.dequantize(stored, codes)
     codes = blocks.quantize(wanted, values)
     return codes, 0.0 if wanted == DENSE else _relative_rms(values, blocks.dequantize(wanted, codes))
+
+
+def binding_of(weight: Weight) -> Binding:
+    """How the tensor becomes the weight. Experts may lie one below the other in it."""
+    *lead, rows, columns = (1, 1, *weight.spec.shape)
+    shape = (*lead[2:], columns, rows) if weight.transposed else weight.spec.shape
+    return Binding(weight.tensor, weight.rows or None, shape=shape if len(weight.spec.shape) > 2 else ())
 
 
 def parameter(source, weight: Weight) -> np.ndarray:

@@ -143,6 +143,9 @@ def randomise(model) -> None:
         biases = ((name, buffer) for name, buffer in persistent_buffers(model) if buffer.ndim <= 1)
         for name, tensor in [*model.named_parameters(), *biases]:  # other buffers are tables that constructors compute
             if not tensor.is_floating_point():
+                if tensor.ndim == 2:  # experts of each token id
+                    experts = model.config.get_text_config().n_routed_experts
+                    tensor.copy_(torch.rand(len(tensor), experts).topk(tensor.shape[1]).indices)
                 continue
             vector = tensor.ndim <= 1 or name.endswith("bias")
             centre = 1.0 if tensor.ndim == 1 and bool((tensor == 1).all()) else 0.0

@@ -37,9 +37,10 @@ VNNI = "x86-64-v4+avx512vnni"
 X86 = ("x86-64-v2", "x86-64-v3", "x86-64-v3+avxvnni", "x86-64-v4", VNNI)
 EVERY = (*X86, "armv8-a")
 
-STATE = {"dtype": "f16", "kv_heads": 1, "max_pages": 4, "page_size": 4, "scale": "", "value_width": 16, "width": 16}
-MERGE = {"chunked": False, "heads": 2, "key_block": 16, "query_sinks": False, "sets": 1, "sinks": False, "slots": 9, "span": 32, "value_width": 16,
-         "width": 16, "window": 0}
+STATE = {"dtype": "f16", "kv_heads": 1, "latent": False, "max_pages": 4, "page_size": 4, "scale": "",
+         "value_width": 16, "width": 16}
+MERGE = {"chunked": False, "heads": 2, "key_block": 16, "query_sinks": False, "sets": 1, "sinks": False, "slots": 9,
+         "span": 32, "value_width": 16, "width": 16, "window": 0}
 ATTEND = STATE | MERGE | {"scaling": 0.25, "distances": 0, "slopes": False, "softcap": 0.0}
 AS = lambda dtype: (("dtype", dtype),)
 BODY = (("cast", (0,), AS("f32")), ("exp", (1,), ()), ("pow", (2, 1), ()), ("cos", (3,), ()), ("cast", (4,), AS("f16")))

@@ -74,14 +74,15 @@ def test_all_parameters_as_published(keys, billions, digits):
 @pytest.mark.parametrize(("keys", "total", "active", "digits", "token"), [
     (LLAMA_8B, 8.03, 7.50, 2, 32 * 2 * 8 * 128 * 2),
     (GPT_OSS_120B, 116.8, 5.1, 1, 36 * 2 * 8 * 64 * 2),
-    (DEEPSEEK_V3, 671, 37, 0, None),
+    (DEEPSEEK_V3, 671, 37, 0, 61 * (512 + 64) * 2),
 ])
 def test_parameters_that_a_token_reads_as_published(tmp_path, keys, total, active, digits, token):
     found = driver.sizes(config(tmp_path, keys))
     assert (round(found.parameters / 1e9, digits), round(found.active / 1e9, digits)) == (total, active)
-    assert token is None or found.cache_token == token
+    assert found.cache_token == token
     assert not found.coverage.missing
-    assert sum(r.count for r in found.profile if r.tokens == 1 and r.op == "attention") == keys["num_hidden_layers"]
+    attention = [r.count for r in found.profile if r.tokens == 1 and r.op in ("attention", "latent_attention")]
+    assert sum(attention) == keys["num_hidden_layers"]
 
 
 def test_a_window_bounds_what_a_request_keeps(tmp_path):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import adaptc
 from adaptc import artifact_format, driver
 from adaptc.capture import build, capture, hooks, parts
+from adaptc.capture.problems import Problems
 from adaptc.errors import AdaptcError, UnusedError
 from adaptc.ir.module import Program
 from adaptc.sources import open_described, open_source
@@ -114,7 +115,7 @@ def test_parts_that_do_otherwise_are_traced(monkeypatch):
     for odd in (None, 3):
         monkeypatch.setattr(KimiK3MLP, "forward", lambda self, x: original(self, x) * (2 if self.layer_idx == odd else 1))
         found = parts.alike(module)
-        with hooks.installed(module):
+        with hooks.installed(module, Problems()):
             proved = parts.proved(module, found, (13,))
         expected = {k: v for k, v in repeats.items() if k != f"{odd}.mlp"}
         assert {k.removeprefix("model.layers."): v.removeprefix("model.layers.") for k, v in proved.items()} == expected

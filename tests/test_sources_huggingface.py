@@ -108,8 +108,10 @@ def test_missing_extra_misshapen_and_waived_tensors(folder):
         bind(**{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
     with pytest.raises(InputError, match=r"'model.norm.weight' has the shape \(64,\), but .* has \(65,\)"):
         bind(**{"model.norm.weight": torch.zeros(65)})
-    with pytest.raises(UnsupportedError, match="'x' in model.safetensors is stored as I64"):
-        bind(x=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(UnsupportedError, match="'x' in model.safetensors is stored as I16"):
+        bind(x=torch.zeros(3, dtype=torch.int16))
+    with pytest.raises(UnsupportedError, match="'x' in model.safetensors holds whole numbers beyond 16777216"):
+        bind(x=torch.tensor([1, -(2**24) - 1]))
     assert set(bind(**{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})) == set(parameters)
     assert set(bind(**{"model.rotary_emb.inv_freq": torch.zeros(8, dtype=torch.float64)})) == set(parameters)
 

@@ -263,7 +263,7 @@ def _at_positions(w, x, dim, first: int) -> ir.Value:
     return _picked(w, x, dim, w.b.add(w.positions, w.value(first, "i32")) if first else w.positions)
 
 
-def _picked(w, x, dim, rows: ir.Value) -> ir.Value:
+def _picked(w, x, dim, rows: ir.Value, exact: bool = False) -> ir.Value:
     """Slices of x along ``dim`` by their numbers i32[n]."""
     shape, rank = w.b.shape(x), w.b.rank(x)
     (count,) = w.b.shape(rows)
@@ -275,9 +275,12 @@ def _picked(w, x, dim, rows: ir.Value) -> ir.Value:
         return _broadcast(w, w.b.constant(value=flat[0].item(), shape=(), dtype=w.b.dtype(x)), found)
     if flat.size == shape[dim] and w.b.dtype(x) == "i32" and (flat == np.arange(flat.size)).all():
         return w.b.reshape(rows, shape=found)
+    if (whole := definer(x)) is not None and whole.name == "cast" and definer(whole.operands[0]).name == "get":
+        picked = _picked(w, whole.operands[0], dim, rows, exact=True)
+        return w.b.cast(picked, dtype=w.b.dtype(x))  # of a weight of whole numbers, only what is picked
     order = (dim, *(i for i in range(rank) if i != dim))
     turned = x if dim == 0 else w.b.transpose(x, perm=order)
-    if rank == 2 and w.b.dtype(x) == "f32" and not w.is_table(x):
+    if rank == 2 and w.b.dtype(x) == "f32" and not exact and not w.is_table(x):
         picked = w.b.embedding(rows, turned)
     else:
         picked = w.b.gather_rows(turned, rows)
@@ -870,6 +873,7 @@ TABLE: dict[str, Rule] = {
     "aten.permute": _parts(_permute),
     "aten.transpose": _parts(_transpose),
     "aten.t": _t,
+    "aten.numpy_T": _t,
     "aten.expand": _parts(_expand),
     "aten.expand_as": _expand,
     "aten.polar": _polar,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Mapping
 
 import torch
@@ -175,7 +175,7 @@ class _Walk:
     def run(self) -> None:
         graph = self.exported.graph
         placeholders = self._placeholders()
-        self.symbol = _token_symbol(placeholders)
+        self.symbol, self.needed = _token_symbol(placeholders), set(needed(graph))
         logits = _logits(self.exported)
         vocabulary = self._dims(logits.meta["val"].shape)[-1]
         kinds = [dialect.to_type(TensorSpec("i32", (d,))) for d in (TOKENS, TOKENS, TOKENS, SAMPLED)]
@@ -216,17 +216,30 @@ class _Walk:
             return self.ids
         spec = TensorSpec(self._kind(node.meta["val"].dtype), self._dims(node.meta["val"].shape))
         if name in self.stored:
-            return Parameter(self.stored[name], spec)
+            return Parameter(self.stored[name], self._viewed(node, spec))
         value = self.constants[name] if kind is kinds.BUFFER else self.exported.constants[target]
         return Constant(name, value, spec.dtype)
+
+    def _viewed(self, node: torch.fx.Node, spec: TensorSpec) -> TensorSpec:
+        """The shape in which all that read a parameter view it, if that is a stack of matrices with its columns: experts
+        that are stored one below the other."""
+        views = [user for user in node.users if user in self.needed]
+        shapes = {self._dims(user.meta["val"].shape) for user in views if key(user) in ("aten.view", "aten.reshape")}
+        if len(shapes) != 1 or not all(key(user) in ("aten.view", "aten.reshape") for user in views):
+            return spec
+        (shape,) = shapes
+        return replace(spec, shape=shape) if len(spec.shape) == 2 and shape[2:] == spec.shape[1:] else spec
 
     def _read(self, parameter: Parameter) -> ir.Value:
         """The parameter's value: the file's, plus what the file leaves out."""
         stored = parameter.stored
         if stored.parameter not in self.read:
-            self.program.declare(Weight(stored.parameter, parameter.spec, stored.tensor, stored.rows, stored.format))
-            self.read[stored.parameter] = self._get(stored.parameter, parameter.spec)
+            spec = replace(parameter.spec, dtype="f32")  # weights of whole numbers are kept so
+            self.program.declare(Weight(stored.parameter, spec, stored.tensor, stored.rows, stored.format))
+            self.read[stored.parameter] = self._get(stored.parameter, spec)
         value = self.read[stored.parameter]
+        if parameter.spec.dtype != "f32":
+            value = self.b.cast(value, dtype=parameter.spec.dtype)
         return self.b.add(value, self.b.scalar(stored.add)) if stored.add else value
 
     def _get(self, symbol: str, spec: TensorSpec | StateSpec) -> ir.Value:

@@ -15,11 +15,9 @@ from adaptc.sources.waiver import Waiver, way_on
 
 _RULES: dict[str, Callable[[int, int], np.ndarray]] = {
     "rope_halves": lambda rows, heads: np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1),
-    "first": lambda rows, count: np.arange(min(rows, count)),
 }
 """Row permutations by name: (rows, argument) → the stored row that each of the parameter's rows is.
 
-first: the first ``count`` stored rows; zeros follow them.
 rope_halves: within each of ``heads`` heads, stored rows alternate between the two rotary halves
 (llama.cpp convert_hf_to_gguf.py, LlamaModel.permute); the parameter holds one half after the other."""
 
@@ -32,14 +30,12 @@ class Binding:
     tensor: str
     row_permutation: tuple[str, int] | None = None
     add: float = 0.0
+    shape: tuple[int, ...] = ()
+    """What the tensor's elements are read as before that, of the same columns; () for its own shape."""
 
     @property
     def transposed(self) -> bool:
         return self.row_permutation is not None and self.row_permutation[0] == TRANSPOSE
-
-    @property
-    def narrowed(self) -> bool:
-        return self.row_permutation is not None and self.row_permutation[0] == FIRST
 
     def rows(self, count: int) -> np.ndarray | None:
         """The stored row of each of the parameter's ``count`` rows, int64; None when rows stay where they are."""
@@ -48,9 +44,6 @@ class Binding:
         rule, argument = self.row_permutation
         return _RULES[rule](count, argument)
 
-
-FIRST = "first"
-"""The rule that leaves the rest of a tensor out, which then must be zeros (``Source.load``)."""
 
 TRANSPOSE = "transpose"
 """The rule that isn't a permutation of rows: the tensor's last two axes are exchanged."""
@@ -137,8 +130,6 @@ def _check_shapes(
         tensor = tensors[bindings[name].tensor]
         *lead, n, k = (1, 1, *shape) if len(shape) < 2 else shape
         wanted = (*lead, k, n) if bindings[name].transposed else tuple(shape)
-        if bindings[name].narrowed and len(shape) == len(tensor.shape) == 1 and shape[0] <= tensor.shape[0]:
-            continue
         if wanted != tensor.shape:
             how = ", which is stored transposed" if bindings[name].transposed else ""
             raise InputError(

@@ -116,6 +116,21 @@ def joined(name: str, parts: tuple[SourceTensor, ...], alternating: bool) -> Con
     return ConvertedTensor(name, (count, len(parts) * rows, *rest), stored, first.file, parts, move)
 
 
+def narrowed(name: str, tensor: SourceTensor, count: int) -> SourceTensor | ConvertedTensor:
+    """The first ``count`` elements of a vector that files hold zeros after: InputError when it is loaded and something
+    else stands there. A tensor that isn't longer is left as it is."""
+    if len(tensor.shape) != 1 or tensor.shape[0] <= count:
+        return tensor
+
+    def move(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
+        if arrays[0][count:].any():
+            raise InputError(f"the tensor {tensor.name!r} in {tensor.file} has {tensor.shape[0]} elements, of which {count} "
+                             "are the parameter's, and zeros should follow.", hint="The file is damaged.")
+        return arrays[0][:count]
+
+    return ConvertedTensor(name, (count,), tensor.stored, tensor.file, (tensor,), move)
+
+
 def _transforms(model: Any) -> tuple[list, list]:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming

@@ -14,15 +14,15 @@ from adaptc.formats import FORMATS
 from adaptc.models.modules import MODULES
 from adaptc.sources import text
 from adaptc.sources.accounting import leaves
-from adaptc.sources.binding import FIRST, Binding
+from adaptc.sources.binding import Binding
 from adaptc.sources.classes import causal_model
 from adaptc.sources.compressed import BYTES, PackedTensor, is_part, paired
-from adaptc.sources.conversion import ConvertedTensor, converted
+from adaptc.sources.conversion import ConvertedTensor, converted, narrowed
 from adaptc.sources.derived import python_files
 from adaptc.sources.gguf_file import map_bytes
 from adaptc.sources.quantization import FIELD, MXFP4_PAIRS, quantization
 from adaptc.sources.source import Source
-from adaptc.sources.tensor import SourceTensor, locate
+from adaptc.sources.tensor import SourceTensor, locate, whole_numbers
 from adaptc.sources.waiver import Waiver
 from adaptc.sources.wrapper import text_model
 
@@ -33,6 +33,9 @@ _TEXT_FILES = (
 )
 _DESCRIBING = (".jinja", ".json", ".model", ".txt")
 """Suffixes of the files that transformers reads configurations and tokenizers from."""
+
+_INTEGERS = {"I32": "<i4", "I64": "<i8"}
+"""Tables of numbers, of the experts of each token id for example."""
 
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -85,7 +88,10 @@ class HuggingFaceSource(Source):
         whole: Mapping[str, SourceTensor | PackedTensor] = paired(self._stored)
         if self._own:
             whole = {name.removeprefix(self._own.prefix): tensor for name, tensor in whole.items()}
-        found = converted(whole, self._module or self._bare())
+        found = dict(converted(whole, self._module or self._bare()))
+        for pattern, key in self._own.narrowed.items() if self._own else ():
+            count = dict(leaves(self._given)).get(key)
+            found |= {name: narrowed(name, found[name], count) for name in found if re.search(pattern, name)}
         if all(isinstance(tensor, SourceTensor) for tensor in found.values()):  # else transformers moves the elements
             self.derived.put("tensors", json.dumps({name: tensor.name for name, tensor in found.items()}).encode())
         return found
@@ -143,9 +149,6 @@ class HuggingFaceSource(Source):
     def supplier(self, parameter: str) -> Binding:
         """The tensor of that name, or, in a checkpoint of the model without its head, the one without the first
         step of the name."""
-        for pattern, key in self._own.narrowed.items() if self._own else ():
-            if re.search(pattern, parameter):
-                return Binding(parameter, (FIRST, dict(leaves(self._given))[key]))
         short = parameter.partition(".")[2]
         return Binding(parameter if parameter in self.tensors or short not in self.tensors else short)
 
@@ -255,13 +258,14 @@ class HuggingFaceSource(Source):
         for name, entry in header.items():
             if name in self._stored:
                 raise InputError(f"the tensor {name!r} of {self.name} is in {self._stored[name].file} and {path.name}.")
+            format, shape = FORMATS.get(_DTYPES.get(entry["dtype"], "")), tuple(entry["shape"])
+            first, end = (start + offset for offset in entry["data_offsets"])
             if self.packed and entry["dtype"] == "U8" and is_part(name):
-                first, last = (start + offset for offset in entry["data_offsets"])
-                self._stored[name] = SourceTensor(name, tuple(entry["shape"]), BYTES, data[first:last], path.name)
-                continue
-            format = FORMATS.get(_DTYPES.get(entry["dtype"], ""))
-            found = locate(name, tuple(entry["shape"]), format, entry["dtype"], data, start + entry["data_offsets"][0],
-                           path.name, self.waiver)
+                found = SourceTensor(name, shape, BYTES, data[first:end], path.name)
+            elif entry["dtype"] in _INTEGERS:
+                found = whole_numbers(name, shape, _INTEGERS[entry["dtype"]], data[first:end], path.name, self.waiver)
+            else:
+                found = locate(name, shape, format, entry["dtype"], data, first, path.name, self.waiver)
             if found is not None:
                 self._stored[name] = found
 

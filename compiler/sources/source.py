@@ -136,6 +136,8 @@ class Source(ABC):
         where the binding changes values. InputError naming the tensor when a value isn't finite."""
         tensor = self.tensor(binding.tensor)
         format, codes = tensor.format, tensor.codes()
+        if binding.shape:
+            codes = {name: array.reshape(*binding.shape[:-1], array.shape[-1]) for name, array in codes.items()}
         if binding.add:
             codes = {"codes": blocks.dequantize(format, codes) + blocks.FLOAT_DTYPES["f32"].type(binding.add)}
             format = FORMATS["f32"]
@@ -145,9 +147,6 @@ class Source(ABC):
                 format, codes = FORMATS["f32"], {"codes": blocks.dequantize(format, codes)}
             return format, {"codes": np.ascontiguousarray(codes["codes"].swapaxes(-1, -2))}
         rows = binding.rows(tensor.shape[0] if tensor.shape else 1)
-        if binding.narrowed and any(part[len(rows):].any() for part in codes.values()):
-            raise InputError(f"the tensor {tensor.name!r} in {tensor.file} has {tensor.shape[0]} elements, of which "
-                             f"{len(rows)} are the parameter's, and zeros should follow.")
         return format, codes if rows is None else blocks.take_rows(codes, rows)
 
     def stored(self) -> dict[str, SourceTensor]:

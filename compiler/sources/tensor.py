@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -71,6 +72,27 @@ def check_finite(tensor: SourceTensor, format: WeightFormat, codes: blocks.Codes
         raise InputError(
             f"the tensor {tensor.name!r} in {tensor.file} contains NaN or infinity.", hint="The file is damaged."
         )
+
+
+EXACT_TO = 1 << 24
+"""Up to here float32 holds every whole number."""
+
+
+def whole_numbers(name: str, shape: tuple[int, ...], dtype: str, data: np.ndarray, file: str,
+                  waiver: Waiver = Waiver()) -> SourceTensor | None:
+    """A tensor of integers, whose bytes are ``data``, as the float32 numbers that they are. UnsupportedError for numbers
+    that float32 can't hold, unless the tensor is waived (None); InputError when there are other bytes than the shape
+    says."""
+    if len(data) != prod(shape) * np.dtype(dtype).itemsize:
+        raise InputError(f"{file} is damaged or incomplete: the tensor {name!r} of shape {shape} has {len(data)} bytes.",
+                         hint="Download the file again.")
+    values = np.frombuffer(data.tobytes(), dtype)
+    if values.size and max(abs(int(values.min())), abs(int(values.max()))) > EXACT_TO:
+        if waivers.reason(waivers.TENSORS, name) or waiver.covers(name):
+            return None
+        raise UnsupportedError(f"the tensor {name!r} in {file} holds whole numbers beyond {EXACT_TO}, which adaptc, that "
+                               "keeps them as float32, can't read.")
+    return SourceTensor(name, shape, FORMATS["f32"], values.astype("<f4").view(np.uint8), file)
 
 
 def locate(name: str, shape: tuple[int, ...], format: WeightFormat | None, dtype: str, data: np.ndarray, offset: int,
