@@ -34,14 +34,14 @@ def errors() -> str:
 
 def operators() -> str:
     """One line a row of the operator table, by the module that declares it."""
-    from adaptc.ops import dense, elementwise, mixing, recurrent, routing, shape
+    from adaptc.ops import dense, elementwise, index, mixing, recurrent, routing, shape
     from adaptc.ops.table import REQUIRED
 
     show = lambda value: "required" if value is REQUIRED else f"`{value!r}`"  # noqa: E731
     parts = ["# Operators", NOTE,
              "What a program of the `adaptc` dialect is made of: the rows of the operator table (`compiler/ops/`; `OpRow` says what the columns mean). "
              "*Decomposes* is whether a backend without a kernel for it gets lower operators instead."]
-    for module in (mixing, recurrent, routing, dense, shape, elementwise):
+    for module in (mixing, index, recurrent, routing, dense, shape, elementwise):
         lines = [f"## {module.__name__.rpartition('.')[2]}", "", _summary(module.__doc__), "",
                  "| operator | operands | attributes | factors | flags | decomposes |", "|---|---|---|---|---|---|"]
         for row in module.ROWS:

@@ -164,6 +164,7 @@ CONFIG_ALIASES: Mapping[str, tuple[str, ...]] = {
     "use_sliding_window": ("layer_types", "sliding_window"),
     "max_window_layers": ("layer_types", "sliding_window"),
     "qk_head_dim": ("qk_nope_head_dim",),
+    "first_k_dense_replace": ("mlp_layer_types",),
     "no_rope_layer_interval": ("no_rope_layers",),
     "sliding_window_pattern": ("layer_types",),
     "_sliding_window_pattern": ("layer_types",),

@@ -29,7 +29,7 @@ PART = "latent"
 
 @dataclass(frozen=True)
 class AbsorbLatent:
-    """attention(q, k, v) → latent_attention over one row a token, where the columns of every head's keys are rows of one
+    """attention(q, k, v [, rows]) → latent_attention over one row a token, where columns of every head's keys are rows of one
     matrix times a latent, or columns that all heads share; and those of its values are rows of a matrix times the same
     latent. The matrices are applied to queries and results (``head_linear``), as they are stored. The fact "restated"
     names the states that then keep other rows than the captured program says.
@@ -135,7 +135,7 @@ class _Latent:
         return spec(self.latent).shape[1] + self.rest
 
     def build(self, node: Node) -> ir.Value:
-        query, _, _, positions, requests, state = node.operands
+        query, _, _, positions, requests, state, *rows = node.operands
         b, row = node.builder(), self.latent
         last, end = self.first + self.keys.rows, self.keys.rows + self.rest
         taken = self.keys.apply(b, _columns(b, query, self.first, last), transposed=True)
@@ -145,7 +145,8 @@ class _Latent:
             row = b.concat(row, _columns(b, flat, self.column, self.column + self.rest), axis=1)
             other = _columns(b, query, 0, self.first) if self.first else _columns(b, query, last, end)
             taken = b.concat(taken, other, axis=2)
-        result = b.latent_attention(taken, row, positions, requests, state, scaling=node.attrs["scaling"],
+        result = b.latent_attention(taken, row, positions, requests, state, *rows, scaling=node.attrs["scaling"],
+                                    extras=node.attrs.get("extras", ()),
                                     value_width=spec(self.latent).shape[1])
         return self.values.apply(b, result, transposed=False)
 
@@ -186,7 +187,8 @@ def _latent(node: Node) -> _Latent | str | None:
     if len(linear.operands) > 2:
         return "a bias is added to what its values are made of"
     attrs = node.row.complete(node.attrs)
-    if more := [*attrs["extras"], *(name for name in ("window", "softcap") if attrs[name])]:
+    more = [name for name in attrs["extras"] if name != "rows"]
+    if more := [*more, *(name for name in ("window", "softcap") if attrs[name])]:
         return f"with {' and '.join(more)} it isn't done over latent rows"
     if spec(query).shape[1] != heads or spec(key).shape[1] != heads:
         return f"it has {heads} heads of values for {spec(query).shape[1]} of queries"

@@ -30,7 +30,11 @@ TOLERANCE = 1e-4
 """Largest difference of a row's logits, as a share of the row's largest one."""
 
 NEAR_TIE = 1e-5
-"""A router whose k-th and next score are closer than this may choose another expert in another order of sums."""
+"""A router whose k-th and next score are closer than this may choose another expert in another order of sums, and an
+index other tokens."""
+
+MASKED = -1e30
+"""Scores from here down are masked: what is chosen with one of them isn't seen."""
 
 BASE = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -99,6 +103,9 @@ FAMILIES: Mapping[str, Family] = {
                                                     routed_scaling_factor=2.5) | rope(
         "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0,
         original_max_position_embeddings=16)),
+    "glm_moe_dsa": Family("glm_moe_dsa", MLA | dict(
+        num_hidden_layers=2, q_lora_rank=32, n_group=2, topk_group=1, index_topk=8, index_n_heads=8, index_head_dim=16,
+        mlp_layer_types=["dense", "sparse"], indexer_types=["full", "shared"])),
 }
 
 
@@ -160,23 +167,25 @@ def reference(folder: Path, tokens) -> tuple[np.ndarray, np.ndarray]:
 
 
 def forward(model, tokens) -> tuple[np.ndarray, np.ndarray]:
-    """(logits f32[T, V] of the authors' own forward, smallest margin of a router's choice at each token)."""
+    """(logits f32[T, V] of the authors' own forward, smallest margin of the choices of routers and indexes up to each
+    token: later tokens see what an earlier one has become)."""
     import torch
 
     model.eval()
     margins = np.full(len(tokens), np.inf)
-    original = torch.topk
+    original = torch.Tensor.topk
 
     def topk(scores, k, *args, **kwargs):
         if scores.numel() == len(tokens) * scores.shape[-1] and k < scores.shape[-1]:
             ordered = original(scores.reshape(len(tokens), -1).float(), k + 1).values
-            margin = (ordered[:, k - 1] - ordered[:, k]).detach().numpy()  # nan: what is masked isn't chosen from
+            margin = ordered[:, k - 1] - ordered[:, k]  # nan or beyond all scores: what is masked isn't chosen from
+            margin = margin.masked_fill(ordered[:, k] <= MASKED, np.inf).detach().numpy()
             margins[:] = np.fmin(margins, margin)
         return original(scores, k, *args, **kwargs)
 
     with mock.patch.object(torch, "topk", topk), mock.patch.object(torch.Tensor, "topk", topk), torch.inference_mode():
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
-    return logits, margins
+    return logits, np.minimum.accumulate(margins)
 
 
 def tokens_of(count: int, seed: int) -> list[int]:

@@ -62,7 +62,7 @@ def test_latent_rows_in_eight_bits(tmp_path):
 
 
 WIDER = {
-    "sliding_window": 4096, "num_experts_per_tok": 1, "topk_group": 4, "topk_method": "greedy",
+    "sliding_window": 4096, "index_topk": 4096, "num_experts_per_tok": 1, "topk_group": 4, "topk_method": "greedy",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "no_rope_layer_interval": 10,
     "partial_rotary_factor": 1.0, "rotary_pct": 1.0,
 }

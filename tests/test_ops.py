@@ -89,6 +89,10 @@ def filled(rng, sizes):
 
 
 HEADS = (f("T", 4, 8), f("T", 2, 8), f("T", 2, 6), *WHERE)
+INDEX = StateSpec((("index", 1, 8),), "f16", 0, 0, 0, 0)
+INDEXED = (f("T", 3, 8), f("T", 8), f("T", 3), *WHERE, INDEX)
+EARLIER = {6: lambda rng, sizes: np.stack([np.arange(sizes["T"]), np.full(sizes["T"], -1)], 1).astype(np.int32) // 2}
+"""Rows that tokens choose: the one half as far from the start, and none."""
 BODY = (("mul", (0, 1), ()), ("constant", (), (("dtype", "f32"), ("shape", ()), ("value", 2.0))), ("add", (2, 3), ()),
         ("silu", (4,), ()))
 
@@ -152,10 +156,14 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                   *(Sample((*HEADS, KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras}, ATTENTION)
                     for extras in (("sinks",), ("slopes",), ("sinks", "slopes"))),
                   Sample((*HEADS, KV, f("T", 4), f("T", 4, 3)), {"scaling": 0.3, "extras": ("query_sinks", "distances")},
-                         ATTENTION)),
+                         ATTENTION),
+                  Sample((*HEADS, KV, t("i32", "T", 2)), {"scaling": 0.3, "extras": ("rows",)}, ATTENTION | EARLIER)),
+    "index_rows": (Sample(INDEXED, {"top_k": 3, "scaling": 0.3}, ATTENTION),),
     "recall": tuple(Sample((HEADS[0], *HEADS[3:], KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras},
                            {1: ATTENTION[3], 2: ATTENTION[4], 3: filled}) for extras in ((), ("sinks",))),
-    "latent_attention": (Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT), {"scaling": 0.3, "value_width": 6}, places(2)),),
+    "latent_attention": (Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT), {"scaling": 0.3, "value_width": 6}, places(2)),
+                         Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT, t("i32", "T", 2)),
+                                {"scaling": 0.3, "value_width": 6, "extras": ("rows",)}, places(2) | {5: EARLIER[6]})),
     "convolve": tuple(Sample((f("T", 6), f(6, 4), *WHERE, StateSpec.fixed("window", 3, 6), *bias), given=places(2))
                       for bias in ((), (f(6),))),
     "recur": tuple(Sample((f("T", 2, k), f("T", 2, k), f("T", 2, v), f("T", 2, decays), *WHERE,
@@ -165,7 +173,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "running_max": (Sample((f("T", 6), f("T", 6), *WHERE, StateSpec.fixed("max", 1, 6)), given=places(2)),),
 }
 
-LEAVES = {"recall", "convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "quantize",
+LEAVES = {"recall", "convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "index_rows", "quantize",
           "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
@@ -419,6 +427,12 @@ REFUSED = [
     ("recur", (f("T", 2, 4), f("T", 2, 4), f("T", 2, 3), f("T", 2, 4), *WHERE, StateSpec.fixed("state", 2, 12), f("T", 3)),
      {}, "beta is"),
     ("running_max", (f("T", 6), f("T", 1), *WHERE, StateSpec.fixed("max", 1, 6)), {}, "decay is"),
+    ("attention", (*HEADS, KV, t("i32", "S", 2)), {"scaling": 1.0, "extras": ("rows",)}, "rows are i32"),
+    ("attention", (*HEADS, replace(KV, window=4), t("i32", "T", 2)), {"scaling": 1.0, "window": 4, "extras": ("rows",)},
+     "with a window of 4"),
+    ("index_rows", INDEXED, {"top_k": 0}, "top_k is 0"),
+    ("index_rows", (*INDEXED[:5], KV), {"top_k": 3}, "the state keeps"),
+    ("index_rows", (f("T", 3, 9), *INDEXED[1:]), {"top_k": 3}, "the query is"),
 ]
 
 
@@ -703,6 +717,50 @@ def test_distances_are_a_bias_of_each_query():
         np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+def test_attention_over_chosen_rows_is_attention_with_the_others_masked():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((6, h, 8)).astype(np.float32) for h in (4, 2, 2))
+    rows = np.int32([[0, -1, -1], [0, 1, -1], [1, -1, -1], [0, 2, 3], [2, 4, -1], [0, 1, 5]])
+    state = RowState(StateSpec((("k", 2, 8), ("v", 2, 8)), "f32", 0, 0, 0, 0))
+    (got,) = row("attention").meaning(row("attention").complete({"scaling": 0.3, "extras": ("rows",)}), q, k, v,
+                                      np.arange(6), np.zeros(6, int), state, rows)
+    wide = lambda x: torch.tensor(x).repeat_interleave(2, 1).transpose(0, 1).double()  # noqa: E731
+    scores = torch.tensor(q).transpose(0, 1).double() @ wide(k).transpose(1, 2) * 0.3
+    seen = torch.tensor([[i in chosen for i in range(6)] for chosen in rows.tolist()])
+    want = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ wide(v)).transpose(0, 1)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    with pytest.raises(LegalityError, match="position 0 chooses"):
+        row("attention").meaning(row("attention").complete({"scaling": 0.3, "extras": ("rows",)}), q, k, v,
+                                 np.arange(6), np.zeros(6, int), state, np.full((6, 1), 3, np.int32))
+
+
+def test_an_index_chooses_as_deepseeks_does():
+    """transformers' own indexer, told what to project to."""
+    from transformers import DeepseekV32Config
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
+
+    torch.manual_seed(0)
+    own = DeepseekV32Indexer(DeepseekV32Config(hidden_size=16, index_n_heads=3, index_head_dim=8, qk_rope_head_dim=4,
+                                               index_topk=4, q_lora_rank=12), 0)
+    hidden, q, (cos, sin) = torch.randn(1, 9, 16), torch.randn(1, 9, 12), rope_tables(9, 4)
+    mask = torch.zeros(9, 9).masked_fill(~torch.ones(9, 9).tril().bool(), -math.inf)[None]
+    turned = []
+    patched = lambda *args, **kwargs: turned.append(apply(*args, **kwargs)) or turned[-1]  # noqa: E731
+    apply = DeepseekV32Indexer.forward.__wrapped__.__wrapped__.__globals__["apply_rotary_pos_emb"]
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setitem(DeepseekV32Indexer.forward.__wrapped__.__wrapped__.__globals__, "apply_rotary_pos_emb", patched)
+        chosen = own(hidden, q, (cos[None], sin[None]), mask, None)[0]
+        query, key = own.wq_b(q).view(9, 3, 8), own.k_norm(own.wk(hidden)).view(9, 8)
+        query, key = (torch.cat([part[0].view(*x.shape[:-1], 4), x[..., 4:]], -1) for part, x in zip(turned[0], (query, key)))
+        weights = own.weights_proj(hidden)[0] * 3**-0.5
+    places, state = np.arange(9, dtype=np.int32), RowState(replace(INDEX, dtype="f32"))
+    (got,) = row("index_rows").meaning({"top_k": 4, "scaling": 8**-0.5}, query.numpy(), key.numpy(), weights.numpy(),
+                                       places, 0 * places, state)
+    for position, (ours, theirs) in enumerate(zip(got.tolist(), chosen.tolist())):
+        assert [p for p in ours if p >= 0] == sorted(p for p in theirs if p <= position)
+        assert ours == sorted(ours, key=lambda p: p % 100)
+
+
 def test_top_k_takes_the_lower_index_of_equal_elements():
     values, indices = row("top_k").meaning({"k": 3}, np.array([[1, 5, 5, -np.inf], [2, 2, 2, 2]], np.float32))
     assert values.tolist() == [[5, 5, 1], [2, 2, 2]] and indices.tolist() == [[1, 2, 0], [0, 1, 2]]
@@ -791,6 +849,13 @@ def test_cost_of_attention_ends_at_the_window():
     assert evaluate(full.flops, symbols) == 3 * 100 * 112
     assert evaluate(near.flops, symbols) == 3 * 16 * 112
     assert evaluate(near.flops, symbols | {"C": 4}) == 3 * 4 * 112
+
+
+def test_cost_of_an_index_and_of_what_it_chooses():
+    index = priced("index_rows", INDEXED, top_k=16)
+    assert index.flops == {"C*T": 2 * 3 * (8 + 1)} and index.traffic["R*C"] == 2 * 8
+    near = priced("attention", (*HEADS, KV, t("i32", "T", 16)), scaling=1.0, extras=("rows",))
+    assert near.flops == {"C<16*T": 2 * 4 * (8 + 6)} and near.traffic["T*C<16"] == 2 * (2 * 8 + 2 * 6)
 
 
 def test_cost_of_a_group_is_its_bodys():

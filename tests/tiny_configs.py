@@ -23,7 +23,8 @@ SIZES: Mapping[str, int] = {
     name: size
     for names, size in (
         ("hidden_size hidden_size_global d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size "
-         "output_embedding_size lru_width attention_hidden_size adapter_in_dim", HIDDEN),
+         "output_embedding_size lru_width attention_hidden_size adapter_in_dim adapter_input_size "
+         "adapter_out_dim", HIDDEN),
         ("intermediate_size intermediate_size_mlp ffn_dim encoder_ffn_dim decoder_ffn_dim dff dim_ff d_inner "
          "ffn_hidden_size feed_forward_size dense_intermediate_size n_inner", 96),
         ("moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
@@ -32,7 +33,8 @@ SIZES: Mapping[str, int] = {
         ("num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
          "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads "
          "num_query_groups linear_num_value_heads linear_num_heads", HEADS),
-        ("linear_num_key_heads index_n_heads n_groups o_groups", 2),
+        ("linear_num_key_heads n_groups o_groups", 2),
+        ("index_n_heads", 8),  # with few, many scores are 0, and which of them are chosen is open
         ("dim_head d_head attention_head_size kv_channels qk_nope_head_dim v_head_dim linear_key_head_dim "
          "linear_value_head_dim linear_head_dim mamba_d_head mamba_d_state mamba_head_dim ssm_state_size state_size "
          "index_head_dim swa_head_dim o_lora_rank hc_lowrank hidden_size_per_layer_input router_hidden_size", HEAD),
@@ -101,10 +103,12 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
                      "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
     "gemma4_text": _GEMMA_4 | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4_unified_text": _GEMMA_4,
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "inkling2_loop_text": {"loop_layer_index_start": 1, "loop_layer_index_end": 2},
     "granitemoehybrid": _LINEAR_FULL,
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "full_attn_idxs": [1]},
+    "minimax_m3_vl_text": {"index_n_heads": KV_HEADS},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "hidden_size": HIDDEN, "expand": 2, "n_groups": 2, "state_size": 16,
                "num_hidden_layers": 2},

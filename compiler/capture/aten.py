@@ -766,11 +766,22 @@ def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
     q, k, v = (_rows(w, x) for x in (q, k, v))
     parts = tuple((name, *w.b.shape(x)[1:]) for name, x in (("k", k), ("v", v)))
     attrs = dict(scaling=scaling, window=mask.window, chunked=mask.kind == "chunked", softcap=softcap, extras=tuple(names))
-    where, extras = (w.positions, w.requests), [w.value(x) for x in extras]
+    extras = [w.b.reshape(x, shape=w.b.shape(x)[1:]) if name == "rows" else w.value(x) for name, x in zip(names, extras)]
+    where = (w.positions, w.requests)
     if shared in w.shared:
         return w.b.reshape(w.b.recall(q, *where, w.shared[shared], *extras, **attrs), shape=w.shape)
     w.shared[shared] = state = w.state(StateSpec(parts, "f32", mask.window, 0, 0, 0))
     return w.b.reshape(w.b.attention(q, k, v, *where, state, *extras, **attrs), shape=w.shape)
+
+
+def _index_rows(w, query, key, weights, top_k, scaling):
+    """query[1,T,H,D], key[1,T,D], weights[1,T,H] → i32[1,T,top_k]."""
+    _, tokens, heads, width = w.b.shape(query)
+    state = w.state(StateSpec((("index", 1, width),), "f32", 0, 0, 0, 0))
+    rows = w.b.index_rows(w.b.reshape(query, shape=(tokens, heads, width)), w.b.reshape(key, shape=(tokens, width)),
+                          w.b.reshape(weights, shape=(tokens, heads)), w.positions, w.requests, state, top_k=top_k,
+                          scaling=scaling)
+    return w.b.reshape(rows, shape=w.shape)
 
 
 def _rows(w, x):
@@ -915,6 +926,7 @@ TABLE: dict[str, Rule] = {
     "aten.addmm": _addmm,
     "adaptc.mask": _mask,
     "adaptc.attention": _attention,
+    "adaptc.index_rows": _index_rows,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
     "adaptc.constant": _constant,

@@ -64,12 +64,12 @@ def raised(exported: torch.export.ExportedProgram, constants: Mapping[str, torch
     if any(map(writes, exported.graph.nodes)):  # what writes into memory becomes what makes a new tensor
         exported = exported.run_decompositions({})
     graph = exported.graph
-    _drop_checks(graph)
+    drop_checks(graph)
     found = [node for node in graph.nodes if key(node) == SDPA or _is_softmax_of_pairs(node)]
     biased = [node for node in graph.nodes if key(node) == "adaptc.attention" and hooks.PAIRS in node.args[5]]
     if not found and not biased:
         return exported
-    masks = _Masks(exported, constants, context)
+    masks = Masks(exported, constants, context)
     problems = []
     for node in found:
         try:
@@ -81,14 +81,19 @@ def raised(exported: torch.export.ExportedProgram, constants: Mapping[str, torch
             _by_distance(graph, node, masks)
         except Unproven as reason:
             problems.append(f"the position bias of attention in {place_of(node)} isn't one that adaptc has: {reason}")
+    return finished(exported, problems, HINT)
+
+
+def finished(exported: torch.export.ExportedProgram, problems: list[str], hint: str) -> torch.export.ExportedProgram:
+    """The program whose graph was changed; CaptureError with all ``problems`` where there are any."""
     if problems:
-        raise CaptureError(". ".join(dict.fromkeys(problems)) + ".", hint=HINT)
-    graph.eliminate_dead_code()
+        raise CaptureError(". ".join(dict.fromkeys(problems)) + ".", hint=hint)
+    exported.graph.eliminate_dead_code()
     exported.graph_module.recompile()
     return exported
 
 
-def _drop_checks(graph: torch.fx.Graph) -> None:
+def drop_checks(graph: torch.fx.Graph) -> None:
     """Takes out what nothing uses, and checks on what the trace assumed, which would keep masks alive."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and key(node) in SKIPPED and not node.users:
@@ -138,21 +143,26 @@ def _is_softmax_of_pairs(node: torch.fx.Node) -> bool:
     if key(node) not in SOFTMAX:
         return False
     shape = node.meta["val"].shape
-    return len(shape) >= 2 and _same_symbol(shape[-1], shape[-2]) and node.args[1] in (-1, len(shape) - 1)
+    return is_of_pairs(shape) and node.args[1] in (-1, len(shape) - 1)
+
+
+def is_of_pairs(shape: torch.Size) -> bool:
+    """Whether the last two dimensions are the number of tokens."""
+    return len(shape) >= 2 and _same_symbol(shape[-1], shape[-2])
 
 
 def _same_symbol(a: Any, b: Any) -> bool:
     return isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt) and a.node.expr == b.node.expr
 
 
-def _written_out(softmax: torch.fx.Node, masks: _Masks) -> Found:
+def _written_out(softmax: torch.fx.Node, masks: Masks) -> Found:
     chain, product = _back(softmax.args[0], masks)
     q, k = product.args[-2:]
     result = _forth(softmax)
     return Found(result, q, k, result.args[1], True, masks.rule(product, chain))
 
 
-def _back(node: torch.fx.Node, masks: _Masks) -> tuple[list[torch.fx.Node], torch.fx.Node]:
+def _back(node: torch.fx.Node, masks: Masks) -> tuple[list[torch.fx.Node], torch.fx.Node]:
     """From a softmax's operand to the product of queries and keys: the operators between them in order, and it."""
     chain: list[torch.fx.Node] = []
     while key(node) not in PRODUCTS:
@@ -176,12 +186,12 @@ def _forth(softmax: torch.fx.Node) -> torch.fx.Node:
         (user,) = node.users
         if key(user) in ("aten.matmul", "aten.bmm") and user.args[0] is node and user.args[1] is not node:
             return user
-        if key(user) not in (*VIEWS, *COPIES) or not _pairs_stay(node, user):
+        if key(user) not in (*VIEWS, *COPIES) or not pairs_stay(node, user):
             raise Unproven(f"its weights go through {user.target} in {place_of(user)}")
         node = user
 
 
-def _pairs_stay(before: torch.fx.Node, after: torch.fx.Node) -> bool:
+def pairs_stay(before: torch.fx.Node, after: torch.fx.Node) -> bool:
     """Whether the last two dimensions are the same pairs of tokens, and the others the same heads."""
     a, b = before.meta["val"].shape, after.meta["val"].shape
     pairs = len(b) >= 2 and _same_symbol(a[-2], b[-2]) and _same_symbol(a[-1], b[-1])
@@ -194,7 +204,7 @@ def _heads(shape: torch.Size) -> int:
     return math.prod(shape[:-2])
 
 
-def _sdpa(node: torch.fx.Node, masks: _Masks) -> Found:
+def _sdpa(node: torch.fx.Node, masks: Masks) -> Found:
     named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args)) | node.kwargs
     if named.get("dropout_p", 0.0):
         raise Unproven("it drops some of its weights")
@@ -398,7 +408,7 @@ def _reheaded(x: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...]) 
 # ---- what masks mean
 
 
-class _Masks:
+class Masks:
     """Values of a graph that follow from the number of tokens alone, and what they do to scores."""
 
     def __init__(self, exported: torch.export.ExportedProgram, constants: Mapping[str, torch.Tensor], context: int):
@@ -504,7 +514,7 @@ class _Masks:
                           if k in ("alpha", "beta", "min", "other")}
                 form = AFFINE[key(node)](*args, **kwargs)
                 after = node.meta["val"].shape
-                if key(node) in VIEWS and not _pairs_stay(data, node):
+                if key(node) in VIEWS and not pairs_stay(data, node):
                     raise Unproven(f"{node.target} in {place_of(node)} takes its scores apart")
                 if key(node) in VIEWS:
                     form = Affine(*(_reheaded(x, shape[:-2], after[:-2]) for x in (form.scale, form.shift)))

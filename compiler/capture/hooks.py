@@ -4,6 +4,7 @@
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, extras, names, scaling, window, softcap) -> [1,T,H,Dv]
         ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order; and a last one,
         "pairs" [1,H,T,T], which is added to scores, until ``capture.attention`` has raised it to one of these
+    adaptc::index_rows(query[1,T,H,D], key[1,T,D], weights[1,T,H], top_k, scaling) -> i32[1,T,top_k]
     adaptc::constant(values, shape, dtype, device) -> shape    numbers that Python has
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
@@ -68,6 +69,9 @@ def operators() -> None:
         "adaptc::expert_linear",
         "(Tensor x, Tensor experts, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
     )
+    torch.library.define("adaptc::index_rows",
+                         "(Tensor query, Tensor key, Tensor weights, int top_k, float scaling) -> Tensor")
+    torch.library.register_fake("adaptc::index_rows", _index_shape)
     torch.library.define("adaptc::constant",
                          "(float[] values, int[] shape, ScalarType dtype, Device device) -> Tensor")
     torch.library.register_fake("adaptc::constant", lambda values, shape, dtype, device: torch.empty(
@@ -87,6 +91,10 @@ def _mask_shape(like, padding, kind, window, blocks=None):
 
 def _attention_shape(q, k, v, mask, extras, names, scaling, window, softcap):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+def _index_shape(query, key, weights, top_k, scaling):
+    return query.new_empty((*query.shape[:2], top_k), dtype=torch.int32)
 
 
 def _expert_linear_shape(x, experts, weight, bias, transposed):
@@ -119,6 +127,8 @@ def installed(module: torch.nn.Module, problems: Problems) -> Iterator[None]:
         stack.enter_context(_ListsInIndices())
         # distributions ask about the values of their parameters, which a trace hasn't
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
+        for namespace in {id(n): n for n in map(_namespace, module.modules())}.values():
+            stack.enter_context(mock.patch.dict(namespace, {"min": _least(namespace.get("min", min))}))
         stack.enter_context(mock.patch.dict(vars(module), {"forward": _with_loops(module.forward)}))
         for one in module.modules():
             if _by_length(one):
@@ -181,6 +191,25 @@ def _with_loops(forward: Callable) -> Callable:
     return run
 
 
+def _namespace(module: torch.nn.Module) -> dict:
+    """The globals that the module's forward sees."""
+    return getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+
+
+def _least(original: Callable) -> Callable:
+    """``min`` that doesn't ask which of a number and the number of tokens T is less, where that depends on T."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    @functools.wraps(original)
+    def least(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 2 or kwargs or not any(isinstance(a, torch.SymInt) for a in args):
+            return original(*args, **kwargs)
+        known = next((a for a, b in (args, args[::-1]) if statically_known_true(a <= b)), None)
+        return torch.sym_min(*args) if known is None else known
+
+    return least
+
+
 _EXPERTS = "_experts_implementation_internal"
 """Where a configuration keeps which implementation its experts use; ``set_experts_implementation`` also asks whether
 the class's source mentions the decorator, which says nothing for classes of other files."""
@@ -218,7 +247,7 @@ def _mask(original: Callable, kind: str, problems: Problems) -> Callable:
 
 def _attention(names: dict[int, str], problems: Problems) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, s_aux=None, position_bias=None, sinks=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, sinks=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
@@ -226,9 +255,10 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
         if unknown:
             problems.add(CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
-                "attention operator doesn't have; it has scaling, sliding_window, softcap, s_aux, sinks and position_bias."
+                "attention operator doesn't have; it has scaling, sliding_window, softcap, s_aux, sinks, indices and "
+                "position_bias."
             ))
-        extras = {"sinks": s_aux, "query_sinks": sinks, PAIRS: position_bias}
+        extras = {"sinks": s_aux, "query_sinks": sinks, "rows": indices, PAIRS: position_bias}
         extras = {name: x for name, x in extras.items() if x is not None}
         width = query.shape[-1]
         scaling = width**-0.5 if scaling is None else float(scaling)

@@ -126,6 +126,19 @@ def _rope_down(b, a, x, cos, sin):
     return (result if turned == width else b.concat(result, columns(x, turned, width), axis=2),)
 
 
+def _expect_rows(name: str, rows, tokens, window: int) -> None:
+    expect(rows.dtype == "i32" and len(rows.shape) == 2 and rows.shape[0] == tokens and not window,
+           f"{name}: rows are {rows.dtype}{list(rows.shape)} with a window of {window}; expected i32[T, K] and none.")
+
+
+def _chosen(name: str, rows: np.ndarray, position: int) -> np.ndarray:
+    """The positions that a token's ``rows`` name."""
+    places = rows[rows >= 0]
+    expect(0 < len(places) and places.max() <= position,
+           f"{name}: position {position} chooses {places.tolist()}; expected positions up to it.")
+    return places
+
+
 def _infer_attention(attrs, operands):
     q, k, v, *rest = operands
     (_, hk, dk), (_, hv, dv) = _keys_and_values("attention", rest[2])
@@ -158,6 +171,9 @@ def _infer_recall(attrs, operands, name="recall"):
         f"{name}: positions are {positions.shape}, requests {requests.shape}; expected one a token, {q.shape[:1]}.",
     )
     for extra, given in zip(attrs["extras"], extras):
+        if extra == "rows":
+            _expect_rows(name, given, q.shape[0], attrs["window"])
+            continue
         shape, what = {
             "query_sinks": (q.shape[:2], "one a query"),
             "distances": ((*q.shape[:2], *(given.shape[2:3] or ("D",))), "[T, H, D]"),
@@ -188,10 +204,9 @@ def _attention(attrs, q, k, v, positions, requests, state: RowState, *extras):
 
 def _recall(attrs, q, positions, requests, state: RowState, *extras):
     """softmax(q·kᵀ·scaling [softcapped] [+ bias]) · v over the rows each token may see, in float64: those from
-    ``first_key`` to its own. The bias of a key
-    d positions before the query is -slope · d, by the head's slope (ALiBi, https://arxiv.org/abs/2108.12409), and the
-    query's own distances[d], where it has so many. A head's sink, or a query's own, is one more score, whose value is
-    0."""
+    ``first_key`` to its own, or of them those that its row of ``rows`` names (-1: none). The bias of a key d positions
+    before the query is -slope · d, by the head's slope (ALiBi, https://arxiv.org/abs/2108.12409), and the query's own
+    distances[d], where it has so many. A head's sink, or a query's own, is one more score, whose value is 0."""
     given = dict(zip(attrs["extras"], extras))
     (_, heads, _), (_, _, width) = state.spec.parts
     shape = (heads, q.shape[1] // heads, -1)
@@ -202,38 +217,55 @@ def _recall(attrs, q, positions, requests, state: RowState, *extras):
             keys, values = state.read(request, lo, position + 1)
         except KeyError:
             raise LegalityError(f"attention: request {request} lacks rows for positions below {position}.") from None
+        places = np.arange(lo, position + 1)
+        if "rows" in given:
+            places = _chosen("attention", given["rows"][t], position)
+            keys, values = keys[places], values[places]
         query = q[t].reshape(shape).astype(np.float64)
         scores = np.einsum("hgd,phd->hgp", query, keys.astype(np.float64)) * attrs["scaling"]
         if attrs["softcap"]:
             scores = attrs["softcap"] * np.tanh(scores / attrs["softcap"])
         if "slopes" in given:
-            scores = scores + given["slopes"].reshape(shape).astype(np.float64) * (np.arange(lo, position + 1) - position)
+            scores = scores + given["slopes"].reshape(shape).astype(np.float64) * (places - position)
         if "distances" in given:
             near = given["distances"][t].astype(np.float64)
-            near = np.pad(near, ((0, 0), (0, max(0, position + 1 - lo - near.shape[1]))))[:, position - lo :: -1]
+            near = np.pad(near, ((0, 0), (0, max(0, position + 1 - near.shape[1]))))[:, position - places]
             scores = scores + near.reshape(scores.shape)
         sinks = given["query_sinks"][t] if "query_sinks" in given else given.get("sinks")
         if sinks is not None:
             scores = np.concatenate([scores, sinks.reshape(shape).astype(np.float64)], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        weights = weights[..., : position + 1 - lo]
+        weights = weights[..., : len(places)]
         result[t] = np.einsum("hgp,phd->hgd", weights, values.astype(np.float64)).reshape(q.shape[1], -1)
     return (result,)
 
 
+def _rows_read(window: int, rows) -> str:
+    """The rows of the context that each request reads, or that each token chooses, if ``rows`` say which."""
+    return f"T*{context_symbol(rows[0].shape[1])}" if rows else f"R*{context_symbol(window)}"
+
+
+def _rows_of(attrs, operands) -> list:
+    given = operands[len(operands) - len(attrs["extras"]) :]
+    return [o for name, o in zip(attrs["extras"], given) if name == "rows"]
+
+
 def _attention_flops(attrs, operands, results):
     q, (result,) = operands[0], results
-    context = context_symbol(attrs["window"])
+    context = _rows_read(attrs["window"], _rows_of(attrs, operands)).split("*")[1]
     return scaled(size((q.shape[0], q.shape[1], context, q.shape[2] + result.shape[2])), 2)
 
 
-_EXTRAS, _FACTORS = ("sinks?", "query_sinks?", "slopes?", "distances?"), "h,th,h,thn"
+_EXTRAS, _FACTORS = ("sinks?", "query_sinks?", "slopes?", "distances?", "rows?"), "h,th,h,thn,tk"
 _ATTENTION = {"scaling": REQUIRED, "window": 0, "chunked": False, "softcap": 0.0, "extras": ()}
+_READ = {"rows_read": lambda a, o: _rows_read(a.get("window", 0), _rows_of(a, o)), "earlier": ("rows",)}
 
 
 def _infer_latent(attrs, operands):
-    query, row, positions, requests, state = operands
+    query, row, positions, requests, state, *rows = operands
+    for chosen in rows:
+        _expect_rows("latent_attention", chosen, query.shape[0], state.window)
     kinds = tuple(o.dtype for o in operands[:4])
     expect(kinds == ("f32", "f32", "i32", "i32"), f"latent_attention: operands are {', '.join(kinds)}; expected query "
                                                   "and row in f32, positions and requests in i32.")
@@ -256,9 +288,9 @@ def _infer_latent(attrs, operands):
     return (TensorSpec("f32", (*query.shape[:2], values)),)
 
 
-def _latent(attrs, query, row, positions, requests, state: RowState):
-    """softmax(query·rowsᵀ·scaling)·values, in float64: all heads share the rows that a token sees, and the first
-    ``value_width`` columns of a row are its value."""
+def _latent(attrs, query, row, positions, requests, state: RowState, chosen=None):
+    """softmax(query·rowsᵀ·scaling)·values, in float64: all heads share the rows that a token sees, or of them those that
+    it has chosen, and the first ``value_width`` columns of a row are its value."""
     places = list(enumerate(zip(positions.tolist(), requests.tolist())))
     for t, (position, request) in places:
         state.append(request, position, (row[t][None],))
@@ -269,6 +301,7 @@ def _latent(attrs, query, row, positions, requests, state: RowState):
         except KeyError:
             raise LegalityError(f"latent_attention: request {request} lacks rows for positions below {position}.") from None
         rows = rows[:, 0].astype(np.float64)
+        rows = rows if chosen is None else rows[_chosen("latent_attention", chosen[t], position)]
         scores = query[t].astype(np.float64) @ rows.T * attrs["scaling"]
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         result[t] = weights / weights.sum(-1, keepdims=True) @ rows[:, : attrs["value_width"]]
@@ -277,7 +310,8 @@ def _latent(attrs, query, row, positions, requests, state: RowState):
 
 def _latent_flops(attrs, operands, results):
     tokens, heads, width = operands[0].shape
-    return scaled(size((tokens, heads, context_symbol(0), width + attrs["value_width"])), 2)
+    context = _rows_read(0, _rows_of(attrs, operands)).split("*")[1]
+    return scaled(size((tokens, heads, context, width + attrs["value_width"])), 2)
 
 
 ROWS = [
@@ -285,10 +319,11 @@ ROWS = [
           factors="thd,td,td->the",
           cost=lambda a, o, r: scaled(size(o[0].shape), 4), decompose=_rope_down),
     OpRow("attention", ("q", "k", "v", "positions", "requests", "state", *_EXTRAS), _infer_attention, _attention,
-          attrs=_ATTENTION, factors=f"thd,thd,the,t,t,{_FACTORS}->the", cost=_attention_flops, state=5),
+          attrs=_ATTENTION, factors=f"thd,thd,the,t,t,{_FACTORS}->the", cost=_attention_flops, state=5, **_READ),
     OpRow("recall", ("q", "positions", "requests", "state", *_EXTRAS), _infer_recall, _recall, attrs=_ATTENTION,
-          factors=f"thd,t,t,{_FACTORS}->the", cost=_attention_flops, state=3, appends=False),
-    OpRow("latent_attention", ("query", "row", "positions", "requests", "state"), _infer_latent, _latent,
-          attrs={"scaling": REQUIRED, "value_width": REQUIRED}, factors="thd,td,t,t->the", cost=_latent_flops, state=4),
+          factors=f"thd,t,t,{_FACTORS}->the", cost=_attention_flops, state=3, appends=False, **_READ),
+    OpRow("latent_attention", ("query", "row", "positions", "requests", "state", "rows?"), _infer_latent, _latent,
+          attrs={"scaling": REQUIRED, "value_width": REQUIRED, "extras": ()}, factors="thd,td,t,t,tk->the",
+          cost=_latent_flops, state=4, **_READ),
 ]
 """``recall`` is attention over rows that another operator of the step appends: layers that share keys and values."""

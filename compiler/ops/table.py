@@ -57,6 +57,10 @@ class OpRow:
     meaning    (attrs, *arrays) → tuple of arrays, in plain float32 numpy: the oracle
     decompose  (build, attrs, *values) → tuple of values in lower operators; None for the floor
     state      index of the operand that is a state, if the operator is stateful
+    rows_read  (attrs, operand specs) → the rows of its state that a step reads, as a product of symbols; by default the
+               context of each request, "R*C", as far as the state's window goes
+    earlier    operands of a stateful operator that name, for each token, positions of its own request up to its own,
+               ascending, then -1
     keeps      kind of that state (``plan.State``): "rows", of which every token appends one, or "fixed", a value
     appends    a stateful operator appends the step's rows to its state, or replaces the value; else it only reads what
                another one left there
@@ -82,6 +86,8 @@ class OpRow:
     cost: Callable[[Mapping[str, Any], Sequence[Spec], Sequence[TensorSpec]], Form] = lambda a, o, r: {}
     decompose: Callable[..., tuple] | None = None
     state: int | None = None
+    rows_read: Callable[[Mapping[str, Any], Sequence[Spec]], str] | None = None
+    earlier: tuple[str, ...] = ()
     keeps: str = "rows"
     appends: bool = True
     gathers: tuple[int, int] | None = None
@@ -160,7 +166,7 @@ def _as_kind(operator: str, name: str, value: Any, default: Any) -> Any:
     raise LegalityError(f"{operator}: attribute {name!r} must be of kind {type(default).__name__}, got {value!r}.")
 
 
-_FUNCTIONS = ("infer", "meaning", "axes", "cost", "reads", "decompose")
+_FUNCTIONS = ("infer", "meaning", "axes", "cost", "reads", "decompose", "rows_read")
 """Columns of a row that are called."""
 
 
@@ -177,9 +183,9 @@ def package_of(name: str) -> str | None:
 @cache
 def _tables() -> tuple[dict[str, OpRow], dict[str, str]]:
     """(rows by name, package by name of those that aren't our own)."""
-    from adaptc.ops import dense, elementwise, mixing, recurrent, routing, shape
+    from adaptc.ops import dense, elementwise, index, mixing, recurrent, routing, shape
 
-    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *recurrent.ROWS, *routing.ROWS]
+    rows = [*elementwise.ROWS, *shape.ROWS, *dense.ROWS, *mixing.ROWS, *index.ROWS, *recurrent.ROWS, *routing.ROWS]
     own = {row.name: row for row in rows}
     assert len(own) == len(rows), "an operator is declared twice"
     theirs = packages.added(packages.OPERATORS, "ROWS", own, problem)
@@ -215,12 +221,14 @@ def _problems(row: OpRow):
         yield f"the default of {EXTRAS} is {row.attrs[EXTRAS]!r}, expected ()."
     for name in _FUNCTIONS:
         function = getattr(row, name)
-        if not callable(function) and not (function is None and name in ("axes", "decompose")):
+        if not callable(function) and not (function is None and name in ("axes", "decompose", "rows_read")):
             yield f"{name} is {function!r}, expected a function."
     if row.state is not None and row.state not in range(len(row.operands)):
         yield f"state is operand {row.state}, but there are {len(row.operands)}."
     if row.gathers and not all(i in range(len(row.operands)) for i in row.gathers):
         yield f"gathers {row.gathers}, but there are {len(row.operands)} operands."
+    if unknown := set(row.earlier) - {name.rstrip("?+") for name in row.operands}:
+        yield f"earlier names {sorted(unknown)[0]!r}, which is no operand."
     if unknown := set(row.matrices) - {name.rstrip("?+") for name in row.operands}:
         yield f"matrices name {sorted(unknown)[0]!r}, which is no operand."
     if not all(callable(draw) for draw in row.ranges.values()):

@@ -37,7 +37,8 @@ def cost_of(spec: OpSpec, packed: PackedBytes) -> Cost:
     whole = [_bytes(o, packed) for o in (*spec.operands, *spec.results)]
     for i, operand in enumerate(spec.operands):
         if isinstance(operand, StateSpec):
-            whole[i] = STATE_BYTES[operand.kind](operand, operator.appends)
+            reads = operator.rows_read(attrs, spec.operands) if operator.rows_read else f"R*{context_symbol(operand.window)}"
+            whole[i] = STATE_BYTES[operand.kind](operand, operator.appends, reads)
     if operator.gathers:
         table, rows = operator.gathers
         whole[table] = _row_bytes(spec.operands[table], spec.operands[rows], packed)
@@ -56,20 +57,20 @@ def _bytes(spec: TensorSpec | StateSpec, packed: PackedBytes) -> Form:
     return scaled(size(spec.shape), DTYPE_BYTES[spec.dtype])
 
 
-def _row_state_bytes(spec: StateSpec, appends: bool) -> Form:
-    """The rows that the step's tokens append, and the context rows that each request reads."""
+def _row_state_bytes(spec: StateSpec, appends: bool, reads: str) -> Form:
+    """The rows that the step's tokens append, and those that it reads."""
     row_bytes = spec.token_bytes()
-    read = {f"R*{context_symbol(spec.window)}": row_bytes}
+    read = {reads: row_bytes}
     return added({"T": row_bytes}, read) if appends else read
 
 
-def _fixed_state_bytes(spec: StateSpec, appends: bool) -> Form:
+def _fixed_state_bytes(spec: StateSpec, appends: bool, reads: str) -> Form:
     """Each request's value is read, and the next one written."""
     return {"R": spec.request_bytes() * (2 if appends else 1)}
 
 
-STATE_BYTES: Mapping[str, Callable[[StateSpec, bool], Form]] = {"rows": _row_state_bytes, "fixed": _fixed_state_bytes}
-"""By the state's kind: what (its contract, whether the operator appends to it) move."""
+STATE_BYTES: Mapping[str, Callable[[StateSpec, bool, str], Form]] = {"rows": _row_state_bytes, "fixed": _fixed_state_bytes}
+"""By the state's kind: what (its contract, whether the operator appends to it, which rows it reads) move."""
 
 
 def _row_bytes(table: TensorSpec, rows: TensorSpec, packed: PackedBytes) -> Form:

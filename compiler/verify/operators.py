@@ -19,7 +19,7 @@ from adaptc.ops.table import row
 from adaptc.protocol import OpSpec, Selection, StateSpec, TensorSpec
 from adaptc.verify import tolerances
 from adaptc.verify.cases import RANGES, ROWS, Case, Maker
-from adaptc.verify.past import Cache, aligned, last_step
+from adaptc.verify.past import Cache, aligned, earlier, last_step
 from adaptc.verify.report import Finding, Level
 from adaptc.verify.subject import Place, Subject
 
@@ -168,7 +168,7 @@ class Caller:
             cache.hold(request, length)
         operands = list(case.operands)
         for index, made in ((names.index("positions"), positions), (names.index("requests"), owners),
-                            (operator.state, cache.state)):
+                            (operator.state, cache.state), *self.earlier(variant, positions)):
             operands[index] = made
         operands = [self.value(where, i, o) for i, o in enumerate(operands)]
         case = Case(case.sizes, operands, f"{case.what} after {past} tokens")
@@ -184,10 +184,20 @@ class Caller:
             operands = [self.value(where, i, o) for i, o in enumerate(maker.operands(sizes))]
             operands[names.index("positions")] = np.arange(start, start + count, dtype=np.int32)
             operands[names.index("requests")] = np.zeros(count, np.int32)
+            for index, made in self.earlier(variant, operands[names.index("positions")]):
+                operands[index] = made
             cache.hold(0, start + count)
             self.call(variant, where, sizes, operands, 1, cache)
             cache.append(operator, attrs, operands)
         cache.forget(0, past)
+
+    def earlier(self, variant: Variant, positions: np.ndarray) -> Iterable[tuple[int, np.ndarray]]:
+        """(index, value) of the operands that name earlier positions."""
+        spec, operator = variant.spec, row(variant.spec.op)
+        for index, place in enumerate(operator.places(spec.attrs, len(spec.operands))):
+            if operator.operands[place].rstrip("?") in operator.earlier:
+                most = spec.operands[index].shape[1]
+                yield index, earlier(positions, most, self.subject.random("earlier", len(positions), int(positions.max())))
 
     def compare(self, variant: Variant, where: Place, case: Case, operands: list, before: list, context: int,
                 cache: Cache | None = None) -> Outcome:

@@ -98,6 +98,15 @@ class _Slots(Cache):
         return pool[np.setdiff1d(np.arange(len(pool)), table[:, 1])].copy()
 
 
+def earlier(positions: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
+    """i32[T, most]: for each token, positions up to its own, some or all of them, ascending, then -1."""
+    rows = np.full((len(positions), most), -1, np.int32)
+    for row, position in zip(rows, positions.tolist()):
+        count = rng.integers(1, min(most, position + 1) + 1)
+        row[:count] = np.sort(rng.choice(position + 1, count, replace=False))
+    return rows
+
+
 def last_step(tokens: int, requests: int, past: int) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
     """(positions, requests) i32[T] of a step in which every request has a run of tokens, the first one's after
     ``past`` others; and how many tokens each request has after it."""

@@ -22,7 +22,8 @@ from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
 from adaptc.backends.cpu.kernels.division import TILE_ROWS, Count, Division, Unit, first_key, tile_tokens
 from adaptc.backends.cpu.kernels.elementwise import STORED, narrow
 from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Bias, Copied, Rows, Running, Stored, Visit
-from adaptc.backends.cpu.kernels.pages import COLUMNS, Block, Pages, common_lanes, load_index, page_elements, part_widths, room
+from adaptc.backends.cpu.kernels.pages import (COLUMNS, Block, Pages, common_lanes, load_index, page_elements, part_widths,
+                                               room)
 from adaptc.backends.cpu.levels import Level
 from adaptc.options import KEPT
 from adaptc.protocol import KernelSpec, KernelUse, OpSpec, Selection, StateSpec, TensorSpec
@@ -83,7 +84,7 @@ def emit_append(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 # ---- attend
 
 
-def _pieces_of(group: int) -> list[tuple[int, int, int]]:
+def pieces_of(group: int) -> list[tuple[int, int, int]]:
     """How the rows of a token fall into sets that share loads, of nearly equal size: (from, to, rows a set)."""
     size = -(-group // -(-group // TOGETHER))
     short = -(-group // size) * size - group
@@ -147,7 +148,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 
         with e.when(e.compare("slt", low, high)):
             first = e.mul(token, group)
-            for begin, end, number in [(0, count * group, count * group)] if count > 1 else _pieces_of(group):
+            for begin, end, number in [(0, count * group, count * group)] if count > 1 else pieces_of(group):
                 if end - begin == number:
                     run(e.add(first, begin), number)
                 else:
@@ -268,14 +269,14 @@ def emit_merge(params: Mapping[str, Any], symbol: str, level: Level) -> str:
 # ---- declaration
 
 
-def _state(params: Mapping[str, Any]) -> tuple[str, str]:
+def state_of(params: Mapping[str, Any]) -> tuple[str, str]:
     return f"state:{params['dtype']}[pages,{page_elements(params)}]", f"pages:i32[R,{params['max_pages']}]"
 
 
 def append_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     heads = "" if params["latent"] else f"{params['kv_heads']},"
     rows = (f"in:f32[T,{heads}{width}]" for width in part_widths(params))
-    return (*rows, "in:i32[T]", "in:i32[T]", *_state(params))
+    return (*rows, "in:i32[T]", "in:i32[T]", *state_of(params))
 
 
 def _pieces(params: Mapping[str, Any]) -> TensorSpec:
@@ -295,7 +296,7 @@ def attend_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     query, out = (f"f32[T,{params['heads']},{params[name]}]" for name in ("width", "value_width"))
     extras, slots = _shared(params)
     extras += [f"in:f32[T,{params['heads']},{params['distances']}]"] if params["distances"] else []
-    return (f"in:{query}", "in:i32[T]", "in:i32[T]", *_state(params), *extras, *slots, f"out:{out}")
+    return (f"in:{query}", "in:i32[T]", "in:i32[T]", *state_of(params), *extras, *slots, f"out:{out}")
 
 
 def merge_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
@@ -354,12 +355,28 @@ def select(spec: OpSpec) -> Selection | None:
     where, cache = (f"operand:{place - 2}", f"operand:{place - 1}"), (f"state:{place}", f"pages:{place}")
     slots = ["scratch:0"] if division["slots"] else []
     merged = [operand for name, operand in extras.items() if name in ("sinks", "query_sinks")]
-    uses = [("kv_append", paging, (*kept, *where, *cache))] if kept else []
-    uses.append(("attend", attend, ("operand:0", *where, *cache, *extras.values(), *slots, "result:0")))
+    append = [("kv_append", paging, (*kept, *where, *cache))] if kept else []
+    if "rows" in extras:
+        return _select_chosen(append, paging, attend, spec.operands[-1].shape[1], extras,
+                              ("operand:0", where[1], *cache, *extras.values(), "result:0"))
+    uses = [*append, ("attend", attend, ("operand:0", *where, *cache, *extras.values(), *slots, "result:0"))]
     if slots:
         uses.append(("attend_merge", merge, (*where, *merged, *slots, "result:0")))
-    kernels = (KernelUse(KernelSpec(family, tuple(sorted(params.items()))), args) for family, params, args in uses)
-    return Selection(tuple(kernels), (_pieces(division),) if division["slots"] else ())
+    return Selection(uses_of(uses), (_pieces(division),) if division["slots"] else ())
+
+
+def _select_chosen(append: list[tuple], paging: Mapping[str, Any], attend: Mapping[str, Any], chosen: int,
+                   extras: Mapping[str, str], args: tuple[str, ...]) -> Selection | None:
+    """``attend_rows`` in place of ``attend``, which has neither biases by distance nor sinks of queries."""
+    if set(extras) - {"sinks", "rows"}:
+        return None
+    names = ("heads", "key_block", "scaling", "sets", "softcap")
+    params = dict(paging) | {name: attend[name] for name in names} | {"sinks": "sinks" in extras, "top_k": chosen}
+    return Selection(uses_of([*append, ("attend_rows", params, args)]))
+
+
+def uses_of(uses: list[tuple]) -> tuple[KernelUse, ...]:
+    return tuple(KernelUse(KernelSpec(family, tuple(sorted(params.items()))), args) for family, params, args in uses)
 
 
 def _sets(heads: int) -> int:

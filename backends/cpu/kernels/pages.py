@@ -107,6 +107,30 @@ PARTS = 4
 """Entries of a piece in a table of pointers: keys, values, and the scales of either."""
 
 
+class Copies:
+    """Room for as many rows of a head as a key block has, as they are stored, one after the other."""
+
+    def __init__(self, e: Emitter, params: Mapping[str, Any], pages: Pages):
+        self.e, self.pages = e, pages
+        self.row_bytes = [width * pages.bytes for width in pages.widths]
+        self.row_bytes += [DTYPE_BYTES["f32"]] * (len(pages.widths) if params["scale"] else 0)
+        size = params["key_block"]
+        self.place = Place(tuple(room(e, size * row, "i8") for row in self.row_bytes), size)
+        for copy, row in zip(self.place.starts, self.row_bytes):  # rows that never are copied are read, though masked then
+            with e.loop(0, size * row, COLUMNS) as i:
+                e.store(e.const(0, vec(COLUMNS, "i8")), e.at(copy, i.index))
+
+    def put(self, row: Value, request: Value, head: Value, position: Value) -> None:
+        """The row of a position that is needed, as row number ``row``."""
+        e, place = self.e, self.pages.at(request, position)
+        parts = (*self.pages.rows(*place, head), *self.pages.scales(*place, head))
+        for source, target, size in zip(parts, self.place.starts, self.row_bytes):
+            unit = next(u for u in (32, 16, 8, COLUMNS) if size % u == 0)
+            with e.loop(0, size, unit) as c:
+                data = e.load(e.at(source, c.index), vec(unit, "i8"))
+                e.store(data, e.at(e.at(target, e.mul(row, size)), c.index))
+
+
 class Block:
     """The rows of one key block of a head, as they are stored: read in their pages, or, where pages are so small or so
     odd that vectors of keys lie in several, copied one after the other."""
@@ -118,20 +142,10 @@ class Block:
         piece = math.gcd(params["page_size"], self.size)
         self.in_place = piece % self.lanes == 0
         self.piece = piece if self.in_place else self.size
-        self.row_bytes = [width * pages.bytes for width in pages.widths]
-        self.row_bytes += [DTYPE_BYTES["f32"]] * (len(pages.widths) if params["scale"] else 0)
         self.table = self.next = None
         if self.piece < self.size:
             self.table, self.next = (room(e, self.size // self.piece * PARTS, "i64") for _ in range(2))
-        self.copies = () if self.in_place else tuple(room(e, self.size * size, "i8") for size in self.row_bytes)
-        for copy, size in zip(self.copies, self.row_bytes):  # rows that never are copied are read, though masked then
-            with e.loop(0, self.size * size, COLUMNS) as i:
-                e.store(e.const(0, vec(COLUMNS, "i8")), e.at(copy, i.index))
-
-    def _parts(self, request: Value, head: Value, position: Value) -> tuple[Value, ...]:
-        """Pointers to the rows of a position that is needed."""
-        place = self.pages.at(request, position)
-        return (*self.pages.rows(*place, head), *self.pages.scales(*place, head))
+        self.copies = None if self.in_place else Copies(e, params, pages)
 
     def _piece(self, request: Value, head: Value, position: Value) -> tuple[Value, ...]:
         """Pointers to the first rows of the piece that a position lies in."""
@@ -143,16 +157,10 @@ class Block:
     def find(self, request: Value, head: Value, low: Value, high: Value) -> Place:
         """The block's rows. Positions [low, high) of it are needed; others may lie in no page."""
         e = self.e
-        if not self.in_place:
+        if self.copies is not None:
             with e.loop(low, high) as position:
-                row = e.rem(position.index, self.size)
-                parts = self._parts(request, head, position.index)
-                for source, target, size in zip(parts, self.copies, self.row_bytes):
-                    unit = min(size, COLUMNS)
-                    with e.loop(0, size, unit) as c:
-                        data = e.load(e.at(source, c.index), vec(unit, "i8"))
-                        e.store(data, e.at(e.at(target, e.mul(row, size)), c.index))
-            return Place(self.copies, self.size)
+                self.copies.put(e.rem(position.index, self.size), request, head, position.index)
+            return self.copies.place
         if self.table is None:
             return Place(self._piece(request, head, low), self.size)
         return self._found(request, head, low, high, self.table)

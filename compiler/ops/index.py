@@ -1,0 +1,60 @@
+"""The index of sparse attention: it chooses the rows that ``attention`` reads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaptc.errors import LegalityError
+from adaptc.ops.mixing import RowState
+from adaptc.ops.table import REQUIRED, OpRow, context_symbol, expect, scaled, size
+from adaptc.protocol import TensorSpec
+
+
+def _infer_index(attrs, operands):
+    query, key, weights, positions, requests, state = operands
+    kinds = tuple(o.dtype for o in operands[:5])
+    expect(kinds == ("f32", "f32", "f32", "i32", "i32"),
+           f"index_rows: operands are {', '.join(kinds)}; expected query, key and weights in f32, positions and requests "
+           "in i32.")
+    expect(len(query.shape) == 3 and key.shape == query.shape[::2]
+           and weights.shape == query.shape[:2],
+           f"index_rows: the query is {query.shape}, the key {key.shape}, weights {weights.shape}; expected [T, H, D], "
+           "[T, D], [T, H].")
+    expect(positions.shape == requests.shape == query.shape[:1],
+           f"index_rows: positions are {positions.shape}, requests {requests.shape}; expected one a token, "
+           f"{query.shape[:1]}.")
+    expect(len(state.parts) == 1 and tuple(state.parts[0][1:]) == (1, key.shape[1]) and not state.window,
+           f"index_rows: the state keeps {state.parts} in a window of {state.window}; expected all keys, "
+           f"one head of {key.shape[1]}.")
+    expect(isinstance(attrs["top_k"], int) and attrs["top_k"] >= 1,
+           f"index_rows: top_k is {attrs['top_k']!r}, expected a positive number.")
+    return (TensorSpec("i32", (query.shape[0], attrs["top_k"])),)
+
+
+def _index(attrs, query, key, weights, positions, requests, state: RowState):
+    """The ``top_k`` positions with the largest Σ over heads of weight · max(q·k · scaling, 0) among those up to the
+    token's own, in float64 and rounded once: ascending, of equal ones the lower, -1 where there are fewer."""
+    for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
+        state.append(request, position, (key[t][None],))
+    result = np.full((len(query), attrs["top_k"]), -1, np.int32)
+    for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
+        try:
+            (keys,) = state.read(request, 0, position + 1)
+        except KeyError:
+            raise LegalityError(f"index_rows: request {request} lacks rows for positions below {position}.") from None
+        dots = keys[:, 0].astype(np.float64) @ query[t].astype(np.float64).T
+        scores = (np.maximum(dots * attrs["scaling"], 0) @ weights[t].astype(np.float64)).astype(np.float32)
+        chosen = np.sort(np.argsort(-scores, kind="stable")[: attrs["top_k"]])
+        result[t, : len(chosen)] = chosen
+    return (result,)
+
+
+def _index_flops(attrs, operands, results):
+    query, _, _, _, _, state = operands
+    return scaled(size((*query.shape[:2], context_symbol(state.window), query.shape[2] + 1)), 2)
+
+
+ROWS = [
+    OpRow("index_rows", ("query", "key", "weights", "positions", "requests", "state"), _infer_index, _index,
+          attrs={"top_k": REQUIRED, "scaling": 1.0}, factors="thd,td,th,t,t->tk", cost=_index_flops, state=5),
+]
