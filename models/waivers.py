@@ -17,6 +17,7 @@ _STORAGE = "says how tensors are stored, which each tensor says itself"
 _ENCODER = "of an encoder, which a decoder that stands alone doesn't have"
 _MODALITY = "of an encoder of sound or images, which a sequence of tokens doesn't go through"
 _ONE_SOURCE = "scores what earlier blocks of layers have added up, and before the first layer there is none"
+_FURTHER = "layers that guess further tokens, which aren't part of the model's own forward"
 _EXPERTS = "the width of experts, where there are any; another one shows in the tensors' shapes"
 
 CONFIG: Mapping[str, str] = {
@@ -84,7 +85,8 @@ CONFIG: Mapping[str, str] = {
     "bailing_hybrid:layer_group_size": "says what layer_types lists",
     "granitemoehybrid:rope_parameters.*": "of a model with rope, which reads it if position_embedding_type says so",
     "lfm2:full_attn_idxs": "says what layer_types lists",
-    "nemotron_h:mtp_layers_block_type": "layers that guess further tokens, which aren't part of the model's own forward",
+    "nemotron_h:mtp_layers_block_type": _FURTHER,
+    "qwen3_5_*:mtp_num_hidden_layers": _FURTHER,
     "nemotron_h:time_step_limit": "a bound of time steps in the authors' first code; transformers' class has time_step_min",
     "zamba:attn_layer_offset": "says what layers_block_type lists",
     "zamba:attn_layer_period": "says what layers_block_type lists",
@@ -128,6 +130,9 @@ CONFIG: Mapping[str, str] = {
 }
 """Keys of config.json (dotted when nested), or of one model_type's alone, which then stands before a colon."""
 
+_QWEN3_5 = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False,
+            "rope_parameters.mrope_interleaved": True}
+
 ALWAYS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
                 "rotary_pct": 1.0, "use_gated_activation": True, "use_parallel_block": True,
@@ -136,6 +141,8 @@ ALWAYS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "opt": {"_remove_final_layer_norm": False},
     "qwen2": {"use_mrope": False},
+    "qwen3_5_moe_text": _QWEN3_5 | {"mlp_only_layers": []},
+    "qwen3_5_text": _QWEN3_5,
     "starcoder2": {"activation_function": "gelu", "attention_softmax_in_fp32": True, "mlp_type": "default",
                    "norm_type": "layer_norm", "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True},
 }
@@ -166,6 +173,7 @@ CONFIG_ALIASES: Mapping[str, tuple[str, ...]] = {
     "qk_head_dim": ("qk_nope_head_dim",),
     "first_k_dense_replace": ("mlp_layer_types",),
     "no_rope_layer_interval": ("no_rope_layers",),
+    "full_attention_interval": ("layer_types",),
     "sliding_window_pattern": ("layer_types",),
     "_sliding_window_pattern": ("layer_types",),
     "global_attn_every_n_layers": ("layer_types",),
