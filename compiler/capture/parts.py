@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_mlir import ir
 
+from adaptc.capture import hooks
 from adaptc.capture.repeat import NotRepeated, described, id_of
 from adaptc.capture.walk import Stored
 from adaptc.ir import dialect
@@ -51,7 +52,7 @@ def proved(module: torch.nn.Module, found: Alike, lengths: Sequence[int]) -> dic
         with _Record(module, {*found, *found.values()}) as record:
             ids = torch.zeros((1, length), dtype=torch.int64, device=next(module.parameters()).device)
             try:
-                module(input_ids=ids, use_cache=False)
+                hooks.run(module, ids)
             except Exception:  # torch has no base class for what a run without data can't do
                 return {}
         same = {path: like for path, like in same.items()

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_mlir import ir
 
+from adaptc.capture import hooks
 from adaptc.capture.walk import Stored
 from adaptc.ir import dialect
 from adaptc.ir.module import Program, source_of
@@ -132,7 +133,7 @@ def prove(module: torch.nn.Module, found: Sequence[Stack], lengths: Sequence[int
         with _Record(module, found) as record:
             ids = torch.zeros((1, length), dtype=torch.int64, device=next(module.parameters()).device)
             try:
-                module(input_ids=ids, use_cache=False)
+                hooks.run(module, ids)
             except Exception as error:  # torch has no base class for what a run without data can't do
                 raise NotRepeated(f"the module doesn't run without data: {error}") from error
         for number, stack in enumerate(found):

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from adaptc.capture import hooks
 from adaptc.capture.places import Place, lines_of_authors, running
 from adaptc.errors import AdaptcError, CaptureError, DynamicError
 
@@ -41,7 +42,7 @@ class _Logits(torch.nn.Module):
         self.module = module
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.module(input_ids=input_ids, use_cache=False).logits
+        return hooks.run(self.module, input_ids).logits
 
 
 def trace(module: torch.nn.Module, context: int = 0) -> torch.export.ExportedProgram:
