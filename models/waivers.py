@@ -130,6 +130,7 @@ CONFIG: Mapping[str, str] = {
 }
 """Keys of config.json (dotted when nested), or of one model_type's alone, which then stands before a colon."""
 
+_DEEPSEEK_V3 = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _QWEN3_5 = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False,
             "rope_parameters.mrope_interleaved": True}
 
@@ -138,7 +139,8 @@ ALWAYS: Mapping[str, Mapping[str, Any]] = {
                 "rotary_pct": 1.0, "use_gated_activation": True, "use_parallel_block": True,
                 "use_parallel_embedding": True},
     "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
-    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
     "opt": {"_remove_final_layer_norm": False},
     "qwen2": {"use_mrope": False},
     "qwen3_5_moe_text": _QWEN3_5 | {"mlp_only_layers": []},

@@ -48,7 +48,11 @@ NEAR_TIE = 1e-3
 """Steps whose best two logits are closer aren't counted."""
 
 COUNTED = 0.5
-"""Least share of rows that must count."""
+"""Least share of rows that must count: others are drawn in place of a seed with an early near tie, which leaves no later
+row to compare."""
+
+DRAWN = 3
+"""Times as many seeds as are asked for are drawn at most."""
 
 SECONDS, GIGABYTES = 300, 8
 """What a class may take."""
@@ -167,7 +171,10 @@ def check(name: str, seeds: int) -> Outcome:
             found.worst = found.counted = None
         return found
 
-    for seed in range(seeds):
+    taken = 0
+    for seed in range(DRAWN * seeds):
+        if taken == seeds:
+            break
         tokens, other = tokens_of(PROMPT + STEPS, seed), tokens_of(11, seed + 100)
         with tempfile.TemporaryDirectory() as place:
             folder, artifact = Path(place) / "model", Path(place) / "a.adapt"
@@ -177,6 +184,11 @@ def check(name: str, seeds: int) -> Outcome:
                 model.save_pretrained(folder)
             except Exception as error:
                 return ended("doesn't run", f"{type(error).__name__}: {error}")
+            best = np.sort(expected, 1)
+            keep = (best[:, -1] - best[:, -2] >= NEAR_TIE) & (margins >= NEAR_CHOICE)
+            if keep.mean() < COUNTED:
+                continue
+            taken += 1
             try:
                 cached = generated(model, tokens)
             except Exception:  # whatever a class raises whose cache doesn't work so
@@ -187,11 +199,7 @@ def check(name: str, seeds: int) -> Outcome:
             except AdaptcError as error:
                 return ended("refused", f"[{error.code}] {error}")
             found.states = states(artifact)
-        best = np.sort(expected, 1)
-        keep = (best[:, -1] - best[:, -2] >= NEAR_TIE) & (margins >= NEAR_CHOICE)
         found.counted = min(found.counted, float(keep.mean()))
-        if found.counted < COUNTED:
-            return ended("wrong", f"only {found.counted:.0%} of the rows count")
         found.worst = max(found.worst, apart_by(got, expected, keep))
         if other_bits:
             return ended("wrong", f"other bits than one shot: {', '.join(other_bits)}")
@@ -200,7 +208,7 @@ def check(name: str, seeds: int) -> Outcome:
             found.cached, found.worst = "agrees", max(found.worst, apart_by(got, cached, keep))
         if not found.worst <= TOLERANCE:
             return ended("wrong")
-    return ended("matched")
+    return ended("matched") if taken == seeds else ended("wrong", f"of {DRAWN * seeds} seeds, half of the rows count in {taken}")
 
 
 def apart_by(got: np.ndarray, expected: np.ndarray, keep: np.ndarray) -> float:
