@@ -481,11 +481,15 @@ def _numbers(w, index: ir.Value) -> ir.Value:
 
 
 def _index(w, x, indices):
-    """x[:, …, index, …]: slices along one dimension."""
+    """x[:, …, index, …]: slices along one dimension, or elements of a vector."""
     given = [i for i, index in enumerate(indices) if index is not None]
     if len(given) != 1:
         raise CaptureError(f"it is indexed by {len(given)} tensors; expected one.")
-    rows = _from_start(w, _numbers(w, indices[given[0]]), w.b.shape(x)[given[0]])
+    index = indices[given[0]]
+    if w.b.rank(x) == 1 and w.b.dtype(index) == "i32" and sum(d != 1 for d in w.b.shape(index)) > 1:  # a number of each choice
+        wide = _broadcast(w, x, (*w.b.shape(index)[:-1], *w.b.shape(x)))
+        return w.b.take_along(wide, index)
+    rows = _from_start(w, _numbers(w, index), w.b.shape(x)[given[0]])
     return _reshape(w, _picked(w, x, given[0], rows))
 
 
