@@ -48,6 +48,7 @@ CONFIG: Mapping[str, str] = {
     "torch_dtype": _STORAGE,
     "dtype": _STORAGE,
     "max_position_embeddings": "bounds the context, which is an option of the compiler",
+    "rope_parameters.max_position_embeddings": "bounds the context, which is an option of the compiler",
     "bos_token_id": _TEXT,
     "eos_token_id": _TEXT,
     "pad_token_id": _TEXT,
