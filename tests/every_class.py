@@ -283,13 +283,13 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "Each was built with random weights, written as a directory, compiled for `cpu` and compared with its own forward "
         "without a cache, recomputed for every step: `python tests/every_class.py --page docs/coverage.md` measures this "
         "page anew.", "",
-        "| class | | largest difference | what requests keep, or why not |", "|---|---|---|---|",
+        "| class | | seeds | largest difference | what requests keep, or why not |", "|---|---|---|---|---|",
     ]
     for one in outcomes:
         worst = "" if one.worst is None else f"{one.worst:.1e}"
         said = "; ".join(one.states) if one.status == "matched" else one.said
         said = " ".join(said.split()).replace("|", "\\|")
-        lines.append(f"| {one.name} | {one.status} | {worst} | {said[:400]}{'…' if len(said) > 400 else ''} |")
+        lines.append(f"| {one.name} | {one.status} | {one.seeds} | {worst} | {said[:400]}{'…' if len(said) > 400 else ''} |")
     return "\n".join(lines) + "\n"
 
 
