@@ -165,12 +165,14 @@ DEEP = {
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "llama"])
-def test_layers_that_are_not_traced_are_as_if_they_were(name):
+def test_layers_that_are_not_traced_are_as_if_they_were(name, monkeypatch):
     module, made = module_of(name, **DEEP[name])
+    added, unroll = [], repeat.unroll
+    monkeypatch.setattr(repeat, "unroll", lambda program, stack, stored: added.append(stack) or unroll(program, stack, stored))
     found = repeat.stacks(module, made)
     assert found and found[0].traced < len(found[0].like)
     assert capture_module(module, made).text() == capture_module(module, made, brief=False).text()
-    assert len(module.get_submodule(found[0].path)) == len(found[0].like)
+    assert len(module.get_submodule(found[0].path)) == len(found[0].like) and added == list(found)
 
 
 def test_kinds_are_told_apart():

@@ -237,7 +237,8 @@ def _cut(w, x, dim, start, end, step=1):
     shape = w.b.shape(x)
     dim %= len(shape)
     size = shape[dim]
-    whole = start in (None, 0, f"-{size}") and step == 1 and (end is None or end == size or (isinstance(end, int) and end >= WHOLE))
+    ends = end is None or end == size or (isinstance(end, int) and end >= WHOLE)
+    whole = start in (None, 0, f"-{size}") and step == 1 and ends
     if whole:
         return x
     if isinstance(size, int) and isinstance(start or 0, int) and step == 1 and _beyond(end) == (start or 0):
@@ -486,9 +487,9 @@ def _index(w, x, indices):
     if len(given) != 1:
         raise CaptureError(f"it is indexed by {len(given)} tensors; expected one.")
     index = indices[given[0]]
-    if w.b.rank(x) == 1 and w.b.dtype(index) == "i32" and sum(d != 1 for d in w.b.shape(index)) > 1:  # a number of each choice
-        wide = _broadcast(w, x, (*w.b.shape(index)[:-1], *w.b.shape(x)))
-        return w.b.take_along(wide, index)
+    several = w.b.dtype(index) == "i32" and sum(d != 1 for d in w.b.shape(index)) > 1
+    if several and w.b.rank(x) == 1 and not _elements(index).size:  # what was chosen for each token, say
+        return w.b.take_along(_broadcast(w, x, (*w.b.shape(index)[:-1], *w.b.shape(x))), index)
     rows = _from_start(w, _numbers(w, index), w.b.shape(x)[given[0]])
     return _reshape(w, _picked(w, x, given[0], rows))
 

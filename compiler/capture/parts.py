@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_mlir import ir
 
 from adaptc.capture import hooks
-from adaptc.capture.repeat import NotRepeated, described, id_of
+from adaptc.capture.repeat import NotRepeated, described, id_of, rename
 from adaptc.capture.walk import Stored
 from adaptc.ir import dialect
 from adaptc.ir.module import Program, source_of
@@ -220,13 +220,7 @@ class _PutBack:
     def _get(self, name: str, path: str, like: str, op: Any) -> Any:
         own = path + name[len(like):]
         declared = self.declared[name].clone(ip=ir.InsertionPoint(self.declared[name])).operation
-        declared.attributes["sym_name"] = dialect.to_attr(own)
-        if own in self.stored:
-            declared.attributes["tensor"] = dialect.to_attr(self.stored[own].tensor)
-            if "stored" in declared.attributes:
-                declared.attributes["stored"] = dialect.to_attr(self.stored[own].format)
-        elif "source" in declared.attributes:
-            declared.attributes["source"] = dialect.to_attr(path + declared.attributes["source"].value[len(like):])
+        rename(declared, own, self.stored, lambda source: path + source[len(like):])
         copy = op.clone(ip=ir.InsertionPoint(op)).operation
         copy.attributes["symbol"] = type(op.attributes["symbol"]).get(own)
         self.declared[own], self.gets[own] = declared, copy

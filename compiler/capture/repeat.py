@@ -304,13 +304,7 @@ class _Unroll:
 
     def _declare(self, name: str, own: str, anchor: Any, like: int, number: int) -> Any:
         copy = self._copy(self.declared[name], anchor)
-        copy.attributes["sym_name"] = dialect.to_attr(own)
-        if own in self.stored:
-            copy.attributes["tensor"] = dialect.to_attr(self.stored[own].tensor)
-            if "stored" in copy.attributes:
-                copy.attributes["stored"] = dialect.to_attr(self.stored[own].format)
-        elif "source" in copy.attributes:
-            copy.attributes["source"] = dialect.to_attr(self._renamed(copy.attributes["source"].value, like, number))
+        rename(copy, own, self.stored, lambda source: self._renamed(source, like, number))
         return copy
 
     def _copy(self, op: Any, anchor: Any) -> Any:
@@ -321,6 +315,17 @@ class _Unroll:
     def _renamed(self, path: str, old: int, new: int) -> str:
         head = f"{self.stack.path}.{old}"
         return f"{self.stack.path}.{new}{path[len(head):]}" if path == head or path.startswith(f"{head}.") else path
+
+
+def rename(declared: Any, own: str, stored: Mapping[str, Stored], place: Callable[[str], str]) -> None:
+    """Makes a copy of a weight's or a state's declaration that of ``own``; ``place``: the copied one's module → its own."""
+    declared.attributes["sym_name"] = dialect.to_attr(own)
+    if own in stored:
+        declared.attributes["tensor"] = dialect.to_attr(stored[own].tensor)
+        if "stored" in declared.attributes:
+            declared.attributes["stored"] = dialect.to_attr(stored[own].format)
+    elif "source" in declared.attributes:
+        declared.attributes["source"] = dialect.to_attr(place(declared.attributes["source"].value))
 
 
 def id_of(op: Any) -> int:
