@@ -164,17 +164,21 @@ class Survey:
 
 def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> Survey:
     """How ``target`` carries out every operator of ``model``, whether or not it can be compiled for it."""
-    return _survey(*_open(model, target, options))
+    from adaptc.passes.pipeline import lower_to
+
+    captured, setup = _open(model, target, options)
+    return _survey(captured, lower_to(captured, "sharded").last, setup)
 
 
-def _survey(captured: "Program", setup: "_Setup") -> Survey:
-    from adaptc.passes.pipeline import layout, lower_to, run_passes
+def _survey(captured: "Program", sharded: "Program", setup: "_Setup") -> Survey:
+    """``captured`` and ``sharded`` are a program at two stages."""
+    from adaptc.passes.pipeline import layout, run_passes
     from adaptc.planner.coverage import Lenient, survey
 
     lenient = Lenient(setup.codegen)
     passes = layout(setup.pass_options(captured), lenient, setup.target.key_block)
     decompose = next(i for i, one in enumerate(passes) if one.name == "decompose")
-    whole = lower_to(captured, "sharded").last.copy()
+    whole = sharded.copy()
     run_passes(whole, passes[:decompose])
     decomposed = whole.copy()
     run_passes(decomposed, passes[decompose : decompose + 1])
@@ -308,12 +312,13 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     with _timed(spent, "capture"):
         captured = capture(source)
     with _timed(spent, "fuse"):
-        whole = lower_to(captured, "sharded").last.copy()
+        sharded = lower_to(captured, "sharded").last
+    whole = sharded.copy()
     kv = source.dtype.name if setup.options.kv == "auto" else setup.options.kv
     context = setup.context(captured)
     run_passes(whole, (StoreStates(kv, setup.options.page_size, setup.target.key_block, context),))
     with _timed(spent, "coverage"):
-        coverage = _survey(captured, setup)
+        coverage = _survey(captured, sharded, setup)
     with _timed(spent, "profile"):
         packed, assumed = type(source.dtype).published_bytes, min(PROFILE_CONTEXT, context)
         formats = {name: source.formats[w.tensor] for name, w in whole.weights().items() if w.tensor in source.formats}
