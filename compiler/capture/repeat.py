@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_mlir import ir
 
-from adaptc.capture import hooks
+from adaptc.capture import dataless
 from adaptc.capture.walk import Stored
 from adaptc.ir import dialect
 from adaptc.ir.module import Program, source_of
@@ -160,9 +160,8 @@ def proved(module: torch.nn.Module, found: Sequence[Stack], lengths: Sequence[in
     run on so many tokens. NotRepeated where its layers aren't called one after the other, or are all of their own."""
     for length in lengths:
         with _Record(module, found) as record:
-            ids = torch.zeros((1, length), dtype=torch.int64, device=next(module.parameters()).device)
             try:
-                hooks.run(module, ids)
+                dataless.run(module, length)
             except Exception as error:  # torch has no base class for what a run without data can't do
                 raise NotRepeated(f"the module doesn't run without data: {error}") from error
         found = tuple(_refined(stack, [record.done.get((number, i)) for i in range(len(stack.kinds))],
@@ -194,6 +193,7 @@ class _Record(TorchDispatchMode):
         self._calls: list[tuple] = []
         self._names: dict[int, tuple] = {}
         self._alive: list[Any] = []
+        self._results = dataless.Results()
         self._hooks: list[Any] = []
         owned = {}
         for number, stack in enumerate(found):
@@ -230,7 +230,7 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = tuple(self._operand(leaf) for leaf in pytree.tree_leaves((args, kwargs or {})))
-        results = function(*args, **(kwargs or {}))
+        results = self._results(function, args, kwargs or {})
         if self._now is None:
             for waiting in self._waiting:
                 waiting.append(str(function))
