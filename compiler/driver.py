@@ -268,7 +268,8 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is known of a model from its configuration alone. ``weights`` are bytes of the files, as it says that they are
+    """What is known of a model from its configuration alone. ``other_parts`` are parameters of a wrapper's parts beside
+    its text model, which ``parameters`` and ``active`` are of; ``weights`` are bytes of the files, as it says that they are
     stored; ``cache_token`` and ``cache_request`` bytes with ``kv`` rows and ``context`` tokens; ``cache_fixed`` what of the
     latter is there whatever the length, by what it is; ``bodies`` how many places call each distinct body; ``notes``
     what to know of how this was found."""
@@ -277,6 +278,7 @@ class Sizes:
     architecture: str
     parameters: int
     active: int
+    other_parts: int
     weights: int
     kv: str
     context: int
@@ -326,9 +328,9 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
                 for row in profile(whole, setup.target, packed, tokens=tokens, context=assumed, formats=formats)]
     token, request = cache_bytes(whole, context)
     stored = sum(source.formats[name].published_bytes(shape) for name, shape in source.shapes.items())
-    return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements), stored,
-                 kv, context, token, request, fixed_bytes(whole), _bodies(whole), coverage, rows, spent,
-                 (*source.notes(), *whole.fact("format_notes", ())))
+    return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements),
+                 source.other_parts(), stored, kv, context, token, request, fixed_bytes(whole), _bodies(whole),
+                 coverage, rows, spent, (*source.notes(), *whole.fact("format_notes", ())))
 
 
 @contextmanager

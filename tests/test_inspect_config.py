@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from families import EXPERTS, HEADS
 
@@ -14,6 +15,7 @@ from adaptc.capture import build, capture_module, repeat
 from adaptc.cli import main
 from adaptc.errors import AdaptcError, InputError, UnsupportedError, UnusedError
 from adaptc.formats import FORMATS
+from adaptc.report import sizes_text
 from adaptc.sources import open_described, open_source
 from adaptc.sources.quantization import quantization
 
@@ -271,6 +273,17 @@ def test_of_a_wrapper_it_is_the_text_model(tmp_path):
     assert found.architecture == "LlamaForCausalLM" and "some_vision_model" in found.notes[0]
     alone = driver.sizes(config(tmp_path / "b", SMALL | dict(tie_word_embeddings=True)))
     assert (alone.parameters, alone.active) == (found.parameters, found.active)
+
+
+def test_the_other_parts_of_a_wrapper_are_counted(tmp_path):
+    vision = dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                  num_attention_heads=2, image_size=8, patch_size=4)
+    wrapper = dict(model_type="llava", text_config=SMALL, vision_config=vision)
+    found = driver.sizes(config(tmp_path, wrapper))
+    made = transformers.AutoModelForImageTextToText.from_config(transformers.LlavaConfig.from_dict(wrapper))
+    assert found.parameters + found.other_parts == sum(p.numel() for p in made.parameters()) and found.other_parts > 3000
+    assert "with the wrapper's other parts" in sizes_text(found)
+    assert driver.sizes(config(tmp_path / "b", SMALL)).other_parts == 0
 
 
 def test_a_class_says_what_its_model_type_does_not(tmp_path):
