@@ -67,8 +67,8 @@ def _export(module: torch.nn.Module, ids: torch.Tensor, context: int, *,
         try:
             exported = torch.export.export(_Logits(module), (ids,), dynamic_shapes=shapes, strict=False,
                                            prefer_deferred_runtime_asserts_over_guards=deferred)
-        except AdaptcError:
-            raise
+        except AdaptcError as error:
+            raise _placed(error, running(traceback.walk_tb(error.__traceback__), modules)) from error
         except Exception as error:
             if not deferred:
                 raise
@@ -88,6 +88,13 @@ def _check(decided: list[tuple[Any, Place]], module: torch.nn.Module, context: i
             said = str(fact).replace(str(next(iter(fact.free_symbols))), TOKENS)
             raise DynamicError(f"{type(module).__name__} decides by the number of tokens what it computes, in {place}: "
                                f"of the traced example, {said} is true.", hint=_LENGTH_HINT)
+
+
+def _placed(error: AdaptcError, place: Place) -> AdaptcError:
+    """The error with the place in the authors' code, if it doesn't name a module yet."""
+    if not isinstance(error, CaptureError) or not place.file or "in module " in error.message:
+        return error
+    return type(error)(f"in {place}, {error.message}", hint=error.hint)
 
 
 def _untraceable(module: torch.nn.Module, error: Exception, place: Place) -> CaptureError:
