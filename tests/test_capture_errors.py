@@ -136,3 +136,51 @@ def test_large_buffers():
         mixer.table = mixer.table.long()
     message = error(module)
     assert "lm_head.0.table" in message and "131072" in message
+
+
+class Counting(torch.nn.Module):
+    """Gives another result in every forward: ``write`` says how it keeps ``seen``."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.register_buffer("seen", torch.ones(1), persistent=False)
+        self.other = torch.ones(1)
+
+    def forward(self, x):
+        return self.write(self, x)
+
+
+def replaced(m, x):
+    m.seen = m.seen * 2
+    return x * m.seen
+
+
+def no_buffer(m, x):
+    m.other = m.other * 2
+    return x * m.other
+
+
+def left_for(m, x):
+    y = x * m.seen
+    m.seen.copy_(x[:, -1, :1].sum())
+    return y
+
+
+@pytest.mark.parametrize("write", [lambda m, x: x * m.seen.add_(1), left_for, replaced, no_buffer])
+def test_what_a_forward_leaves_for_the_next_one_is_refused(write):
+    module = llama(None)
+    module.lm_head[0] = Counting(write)
+    message = error(module)
+    assert "read by the next one" in message and "module lm_head.0" in message, message
+
+
+def logged(m, x):
+    m.seen.add_(x.sum())
+    return x
+
+
+def test_what_no_forward_reads_may_be_written():
+    module = llama(None)
+    module.lm_head[0] = Counting(logged)
+    assert capture_module(module, module.config).stage == "captured"

@@ -15,6 +15,7 @@ from adaptc.capture.fold import fold
 from adaptc.capture.index import indexed
 from adaptc.capture.locality import check_locality
 from adaptc.capture.problems import Problems
+from adaptc.capture.pure import check_random
 from adaptc.capture.walk import COMPUTED, Stored, unknown, walk
 from adaptc.errors import CaptureError
 from adaptc.ir import legality
@@ -80,6 +81,7 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
                 alike = parts.proved(module, alike, trace.samples(_context(text)))
             with repeat.cut(module, found), parts.left_out(module, alike):
                 exported = trace.trace(module, _context(text))
+    check_random(exported, problems)
     fixed = {name: value for name, value in constants.items() if name not in stored}
     try:
         exported = indexed(exported, fixed, _context(text))

@@ -94,9 +94,10 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
     same: dict[Any, bool] = {}
     with ExitStack() as stack:
         for found in _found(module):
-            if found.authors not in same:
-                same[found.authors] = _computes_the_same(found)
-            if same[found.authors]:
+            code = found.authors, id(found.module) if found.scan.place == "method" else None  # which may read its module
+            if code not in same:
+                same[code] = _computes_the_same(found)
+            if same[code]:
                 stack.enter_context(mock.patch.dict(found.namespace, {found.name: found.placed()}))
         for config in {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values():
             for key in AT_ONCE:
@@ -159,7 +160,7 @@ def _computes_the_same(found: _Found) -> bool:
     """Whether the authors' function gives what its restatement gives, over several chunks of the scan's example."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
-        args, keywords = found.scan.example(found.module, 2 * CHUNK + 5)
+        args, keywords = found.scan.example(found.module, SEVERAL * CHUNK + 5)
         try:
             wanted = found.authors(*args, **keywords)
         except Exception:  # whatever code raises that takes other arguments
@@ -170,6 +171,9 @@ def _computes_the_same(found: _Found) -> bool:
         return False
     return bool((got - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
 
+
+SEVERAL = 9
+"""Chunks of an example: more tokens than authors' code may take at once whatever it is told."""
 
 TOLERANCE = 1e-4
 """Largest difference, as a share of the largest element, of two ways to compute the same in float32."""
