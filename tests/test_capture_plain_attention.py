@@ -263,7 +263,7 @@ REFUSED = {
     chunks: "of 5 tokens",
     barely_masked: "token 0 sees token 1",
     far_sight: "token 45 sees token 46",
-    far_chunks: "token 50 does not see token 49",
+    far_chunks: "of 64 tokens, token 14 sees token 0",
     window_by_count: "depends on the number of tokens",
     dropped: "drops elements at random",
     by_distance: "a bias by distance",

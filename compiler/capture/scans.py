@@ -148,7 +148,8 @@ def rwkv(time_decay, time_first, key, value, state=None, return_state=False):
 
 
 def mlstm(mlstm_chunkwise_kernel=None, mlstm_sequence_kernel=None, mlstm_step_kernel=None, *, query, key, value, fgate,
-          igate, c_initial=None, n_initial=None, m_initial=None, return_last_states=True, eps=1e-6, **others):
+          igate, c_initial=None, n_initial=None, m_initial=None, return_last_states=True, eps=1e-6, chunk_size=64, autocast_kernel_dtype=None,
+          **others):
     """xLSTM's matrix memory: query, key [1,H,T,K], value [1,H,T,V], gates before their activation [1,H,T]. Exponential
     input gates are kept relative to the largest so far, which starts at 0; the last column of a state sums the keys."""
     _fresh("the mLSTM", c_initial=c_initial, n_initial=n_initial, m_initial=m_initial, **others)
