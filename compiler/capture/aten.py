@@ -786,6 +786,9 @@ def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
     if getattr(mask, "kind", None) not in ("causal", "sliding", "chunked"):
         kind = getattr(mask, "kind", "computed")
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window or chunks.")
+    if mask.kind != "causal" and mask.window < 1:
+        raise CaptureError(f"its mask is {mask.kind}, and the configuration says no width of it, or {mask.window}; expected "
+                           "1 or more tokens.")
     if window not in (0, mask.window):
         raise CaptureError(f"the attention is given a window of {window} and a mask with one of {mask.window}.")
     if "pairs" in names:

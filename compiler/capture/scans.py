@@ -45,9 +45,13 @@ def _ungrouped(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x[:, :, :, None].expand(1, tokens, groups, heads // groups, width).reshape(1, tokens, heads, width)
 
 
+SAYS_HOW = ("use_associative_scan", "chunk_size", "position_ids", "cache_position", "use_cache")
+"""Arguments of scans that say how to compute the same, or what restatements know better."""
+
+
 def _fresh(name: str, **states: Any) -> None:
     """CaptureError where a scan is given what a forward without a cache doesn't give, or what its restatement doesn't know."""
-    given = [key for key, value in states.items() if value is not None and value is not False]
+    given = [key for key, value in states.items() if value is not None and value is not False and key not in SAYS_HOW]
     if given:
         raise CaptureError(f"{name} is given {', '.join(given)}; adaptc captures it from the start of a sequence, without.")
 
