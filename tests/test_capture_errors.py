@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from adaptc.capture import capture_module
-from adaptc.errors import CaptureError
+from adaptc.errors import CaptureError, InputError
 
 torch.set_num_threads(1)
 
@@ -112,6 +112,18 @@ def test_masks_of_another_kind():
     config = Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True)
     message = error(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     assert "or_mask_function" in message and "gemma3_text" in message
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_of_no_tokens(window):
+    module = AutoModelForCausalLM.from_config(MistralConfig(**SMALL, sliding_window=window), dtype=torch.float32)
+    assert re.search(rf"model.layers.0.self_attn .*its mask is sliding, .*no width of it, or {window}", error(module))
+
+
+def test_a_context_below_zero():
+    module = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), dtype=torch.float32)
+    with pytest.raises(InputError, match="-5 tokens at most"):
+        capture_module(module, LlamaConfig(**SMALL | dict(max_position_embeddings=-5)))
 
 
 def test_hooks_are_removed_after_an_error():

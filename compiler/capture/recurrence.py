@@ -26,7 +26,8 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from adaptc.capture.scans import CHUNK, SCANS, Scan
+from adaptc.capture.scans import CHUNK, SAYS_HOW, SCANS, Scan
+from adaptc.errors import CaptureError
 
 @functools.cache
 def operators() -> None:
@@ -119,7 +120,21 @@ class _Found:
     module: torch.nn.Module | None = None
 
     def placed(self) -> Callable[..., Any]:
-        return self.restated if self.module is None else functools.partial(self.restated, self.module)
+        """The restatement, which refuses arguments that mean something to the authors' function alone: the example
+        says nothing of them."""
+        ours = inspect.signature(self.restated).parameters
+        theirs = {name: p.default for name, p in inspect.signature(self.authors).parameters.items()
+                  if name not in ours and name not in SAYS_HOW and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        placed = self.restated if self.module is None else functools.partial(self.restated, self.module)
+
+        @functools.wraps(self.restated)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            given = [name for name, default in theirs.items() if keywords.get(name, default) is not default]
+            if given:
+                raise CaptureError(f"{self.name} is given {', '.join(given)}, and adaptc knows this recurrence without.")
+            return placed(*args, **keywords)
+
+        return checked if theirs else placed
 
 
 def _found(module: torch.nn.Module) -> Iterator[_Found]:

@@ -45,13 +45,9 @@ def _ungrouped(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x[:, :, :, None].expand(1, tokens, groups, heads // groups, width).reshape(1, tokens, heads, width)
 
 
-SAYS_HOW = ("use_associative_scan", "chunk_size", "position_ids", "cache_position", "use_cache")
-"""Arguments of scans that say how to compute the same, or what restatements know better."""
-
-
 def _fresh(name: str, **states: Any) -> None:
-    """CaptureError where a scan is given what a forward without a cache doesn't give, or what its restatement doesn't know."""
-    given = [key for key, value in states.items() if value is not None and value is not False and key not in SAYS_HOW]
+    """CaptureError where a scan is given what a forward without a cache doesn't give."""
+    given = [key for key, value in states.items() if value is not None and value is not False]
     if given:
         raise CaptureError(f"{name} is given {', '.join(given)}; adaptc captures it from the start of a sequence, without.")
 
@@ -60,10 +56,10 @@ def _fresh(name: str, **states: Any) -> None:
 
 
 def gated_delta_rule(query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
-                     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **others):
+                     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **_):
     """Gated DeltaNet: query, key [1,T,Hk,K], value [1,T,H,V], g [1,T,H] the logarithm of the decay, beta [1,T,H]."""
     _fresh("chunk_gated_delta_rule", initial_state=initial_state, output_final_state=output_final_state,
-           cu_seqlens=cu_seqlens, **others)
+           cu_seqlens=cu_seqlens)
     dtype, heads = query.dtype, value.shape[2]
     query, key, value, g, beta = (x.float() for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
@@ -73,10 +69,10 @@ def gated_delta_rule(query, key, value, g, beta, chunk_size=64, initial_state=No
 
 
 def delta_attention(query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
-                    use_qk_l2norm_in_kernel=False, cu_seqlens=None, **others):
+                    use_qk_l2norm_in_kernel=False, cu_seqlens=None, **_):
     """Kimi Delta Attention: query, key, g [1,T,H,K], value [1,T,H,V], beta [1,T,H]; each row of a state decays by its
     own g."""
-    _fresh("chunk_kda", initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, **others)
+    _fresh("chunk_kda", initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
     dtype = query.dtype
     query, key, value, g, beta = (x.float() for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
@@ -93,10 +89,10 @@ def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch
 
 
 def selective_scan(hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
-                   return_last_state=False, **others):
+                   return_last_state=False, **_):
     """Mamba: hidden_states, dt, z [1,C,T], A [C,N], B, C [1,N,T], D, delta_bias [C]. A channel is a head whose state has
     N rows of one column."""
-    _fresh("selective_scan_fn", return_last_state=return_last_state, **others)
+    _fresh("selective_scan_fn", return_last_state=return_last_state)
     x = hidden_states.transpose(1, 2)
     dt = _steps(dt.transpose(1, 2), delta_bias, delta_softplus)
     wide = (*x.shape, A.shape[-1])
@@ -108,11 +104,11 @@ def selective_scan(hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, 
 
 
 def chunk_scan(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None, dt_softplus=False,
-               dt_limit=(0.0, math.inf), return_final_states=False, z=None, seq_idx=None, **others):
+               dt_limit=(0.0, math.inf), return_final_states=False, z=None, seq_idx=None, **_):
     """Mamba-2: hidden_states [1,T,H,P], dt [1,T,H], A, D, dt_bias [H], B, C [1,T,G,N]. A head's state has N rows of P
     columns."""
     _fresh("mamba_chunk_scan_combined", initial_states=initial_states, return_final_states=return_final_states, z=z,
-           seq_idx=seq_idx, **others)
+           seq_idx=seq_idx)
     x, heads = hidden_states.float(), hidden_states.shape[2]
     dt = _steps(dt, dt_bias, dt_softplus).float()
     dt = torch.clamp(dt, min=dt_limit[0], max=None if dt_limit[1] == math.inf else dt_limit[1])
@@ -152,11 +148,10 @@ def rwkv(time_decay, time_first, key, value, state=None, return_state=False):
 
 
 def mlstm(mlstm_chunkwise_kernel=None, mlstm_sequence_kernel=None, mlstm_step_kernel=None, *, query, key, value, fgate,
-          igate, c_initial=None, n_initial=None, m_initial=None, return_last_states=True, eps=1e-6, chunk_size=64, autocast_kernel_dtype=None,
-          **others):
+          igate, c_initial=None, n_initial=None, m_initial=None, return_last_states=True, eps=1e-6, **_):
     """xLSTM's matrix memory: query, key [1,H,T,K], value [1,H,T,V], gates before their activation [1,H,T]. Exponential
     input gates are kept relative to the largest so far, which starts at 0; the last column of a state sums the keys."""
-    _fresh("the mLSTM", c_initial=c_initial, n_initial=n_initial, m_initial=m_initial, **others)
+    _fresh("the mLSTM", c_initial=c_initial, n_initial=n_initial, m_initial=m_initial)
     forget, gate = F.logsigmoid(fgate).transpose(1, 2), igate.transpose(1, 2)
     most = torch.ops.adaptc.running_max(torch.where(_at_start(gate), torch.maximum(gate, forget), gate), forget)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -168,9 +163,9 @@ def mlstm(mlstm_chunkwise_kernel=None, mlstm_sequence_kernel=None, mlstm_step_ke
     return (result, None) if return_last_states else result
 
 
-def lightning_attention(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **others):
+def lightning_attention(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **_):
     """Lightning attention, hidden_states [1,T,D]: linear attention whose heads forget by exp(-slope_rate) a token."""
-    _fresh("lightning attention", attention_mask=attention_mask, cache=cache, **others)
+    _fresh("lightning attention", attention_mask=attention_mask, cache=cache)
     qkv = self.act_fn(self.qkv_proj(hidden_states))
     qkv = qkv.reshape(*hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim)
     query, key, value = torch.split(qkv, self.head_dim, dim=3)
@@ -270,6 +265,9 @@ class Scan:
     example: Callable[[Any, int], tuple[tuple, dict[str, Any]]]
     place: str = "function"
 
+
+SAYS_HOW = ("use_associative_scan", "use_mambapy", "chunk_size", "block_size", "autocast_kernel_dtype", "enable_logging")
+"""Arguments of authors' functions that say how to compute the same: restatements needn't know them."""
 
 SCANS: Mapping[str, Scan] = {
     "chunk_gated_delta_rule": Scan(gated_delta_rule, _delta_rule_example),
