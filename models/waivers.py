@@ -18,6 +18,7 @@ _ENCODER = "of an encoder, which a decoder that stands alone doesn't have"
 _MODALITY = "of an encoder of sound or images, which a sequence of tokens doesn't go through"
 _ONE_SOURCE = "scores what earlier blocks of layers have added up, and before the first layer there is none"
 _FURTHER = "layers that guess further tokens, which aren't part of the model's own forward"
+_DENSE = "the width of dense layers, where there are any; another one shows in the tensors' shapes"
 _EXPERTS = "the width of experts, where there are any; another one shows in the tensors' shapes"
 
 CONFIG: Mapping[str, str] = {
@@ -60,7 +61,9 @@ CONFIG: Mapping[str, str] = {
     "return_dict": "chooses a container of results",
     "classifier_dropout": _TRAINING,
     "is_decoder": "a causal language model is one",
-    "intermediate_size": "the width of dense layers, where there are any; another one shows in the tensors' shapes",
+    "intermediate_size": _DENSE,
+    "intermediate_size_mlp": _DENSE,
+    "dense_intermediate_size": _DENSE,
     "moe_intermediate_size": _EXPERTS,
     "shared_expert_intermediate_size": _EXPERTS,
     "num_nextn_predict_layers": "layers that guess further tokens, which aren't part of the model's own forward",

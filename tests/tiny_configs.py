@@ -108,6 +108,8 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "inkling2_loop_text": {"loop_layer_index_start": 1, "loop_layer_index_end": 2},
     "granitemoehybrid": _LINEAR_FULL,
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "full_attn_idxs": [1]},
+    "llama4_text": {"num_hidden_layers": 3, "moe_layers": [0, 2], "no_rope_layers": [1, 1, 0], "floor_scale": WINDOW,
+                    "layer_types": ["chunked_attention"] * 2 + ["full_attention"], "num_experts_per_tok": 2},
     "minimax_m3_vl_text": {"index_n_heads": KV_HEADS},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "hidden_size": HIDDEN, "expand": 2, "n_groups": 2, "state_size": 16,

@@ -511,16 +511,23 @@ def _index_select(w, x, dim, index):
 
 
 def _scatter(w, x, dim, index, value):
-    """``value`` at the places along the last dimension that ``index`` names."""
+    """``value``, or its element for each place, at the places along the last dimension that ``index`` names: if it names one
+    twice, torch says of elements that any of them may be written."""
     _last(w, x, dim, "writes")
-    if isinstance(value, ir.Value) and w.b.rank(value):
-        raise CaptureError("it writes a tensor's elements at chosen places; adaptc captures writing one value.")
     shape = w.b.shape(index)
     count = w.b.shape(x)[-1]
     numbers = w.b.constant(value=list(range(count)), shape=(count,), dtype="i32")
     named = w.b.compare(w.b.reshape(w.value(index, "i32"), shape=(*shape, 1)), numbers, predicate="eq")
-    hits = w.b.reduce(w.b.cast(named, dtype="f32"), kind="max", axes=(len(shape) - 1,), keepdims=False)
-    return w.b.select(w.b.compare(hits, w.b.scalar(0.5), predicate="gt"), w.value(value), w.value(x))
+    axis = len(shape) - 1
+    hits = w.b.reduce(w.b.cast(named, dtype="f32"), kind="max", axes=(axis,), keepdims=False)
+    value = w.value(value)
+    if w.b.rank(value):
+        if w.b.shape(value) != shape or w.dtype != "f32":
+            raise CaptureError(f"it writes {w.dtype} elements {w.b.shape(value)} at places {shape}; expected f32, and one for "
+                               "each.")
+        value = w.b.select(named, w.b.reshape(value, shape=(*shape, 1)), w.value(-math.inf))
+        value = w.b.reduce(value, kind="max", axes=(axis,), keepdims=False)
+    return w.b.select(w.b.compare(hits, w.b.scalar(0.5), predicate="gt"), value, w.value(x))
 
 
 # ---- tensors out of nothing
