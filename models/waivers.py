@@ -89,6 +89,7 @@ CONFIG: Mapping[str, str] = {
     "bailing_hybrid:layer_group_size": "says what layer_types lists",
     "granitemoehybrid:rope_parameters.*": "of a model with rope, which reads it if position_embedding_type says so",
     "lfm2:full_attn_idxs": "says what layer_types lists",
+    "minimax_m3_vl_text:rotary_dim": "columns that turn, which transformers' class takes from partial_rotary_factor",
     "nemotron_h:mtp_layers_block_type": _FURTHER,
     "qwen3_5_*:mtp_num_hidden_layers": _FURTHER,
     "nemotron_h:time_step_limit": "a bound of time steps in the authors' first code; transformers' class has time_step_min",

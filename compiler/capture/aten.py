@@ -796,6 +796,15 @@ def _index_rows(w, query, key, weights, top_k, scaling):
     return w.b.reshape(rows, shape=w.shape)
 
 
+def _index_blocks(w, query, key, top_k, block, local):
+    """query[1,T,H,D], key[1,T,D] → i32[1,T,H,top_k · block]."""
+    _, tokens, heads, width = w.b.shape(query)
+    state = w.state(StateSpec((("index", 1, width),), "f32", 0, 0, 0, 0))
+    rows = w.b.index_blocks(w.b.reshape(query, shape=(tokens, heads, width)), w.b.reshape(key, shape=(tokens, width)),
+                            w.positions, w.requests, state, top_k=top_k, block=block, local=local)
+    return w.b.reshape(rows, shape=w.shape)
+
+
 def _rows(w, x):
     """[1, H, T, D] → [T, H, D]."""
     one, heads, tokens, width = w.b.shape(x)
@@ -939,6 +948,7 @@ TABLE: dict[str, Rule] = {
     "adaptc.mask": _mask,
     "adaptc.attention": _attention,
     "adaptc.index_rows": _index_rows,
+    "adaptc.index_blocks": _index_blocks,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
     "adaptc.constant": _constant,

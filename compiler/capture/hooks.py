@@ -5,6 +5,7 @@
         ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order; and a last one,
         "pairs" [1,H,T,T], which is added to scores, until ``capture.attention`` has raised it to one of these
     adaptc::index_rows(query[1,T,H,D], key[1,T,D], weights[1,T,H], top_k, scaling) -> i32[1,T,top_k]
+    adaptc::index_blocks(query[1,T,H,D], key[1,T,D], top_k, block, local) -> i32[1,T,H,top_k · block]
     adaptc::constant(values, shape, dtype, device) -> shape    numbers that Python has
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
@@ -21,6 +22,7 @@ from typing import Any, Callable, Iterator
 from unittest import mock
 
 import torch
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from adaptc.capture import recurrence
@@ -72,6 +74,10 @@ def operators() -> None:
     torch.library.define("adaptc::index_rows",
                          "(Tensor query, Tensor key, Tensor weights, int top_k, float scaling) -> Tensor")
     torch.library.register_fake("adaptc::index_rows", _index_shape)
+    torch.library.define("adaptc::index_blocks",
+                         "(Tensor query, Tensor key, int top_k, int block, int local) -> Tensor")
+    torch.library.register_fake("adaptc::index_blocks", _blocks_shape)
+    torch.library.impl("adaptc::index_blocks", "CPU", _index_blocks)
     torch.library.define("adaptc::constant",
                          "(float[] values, int[] shape, ScalarType dtype, Device device) -> Tensor")
     torch.library.register_fake("adaptc::constant", lambda values, shape, dtype, device: torch.empty(
@@ -95,6 +101,24 @@ def _attention_shape(q, k, v, mask, extras, names, scaling, window, softcap):
 
 def _index_shape(query, key, weights, top_k, scaling):
     return query.new_empty((*query.shape[:2], top_k), dtype=torch.int32)
+
+
+def _blocks_shape(query, key, top_k, block, local):
+    return query.new_empty((*query.shape[:3], top_k * block), dtype=torch.int32)
+
+
+def _index_blocks(query, key, top_k, block, local):
+    """Written out, to compute examples with."""
+    at = torch.arange(key.shape[1])
+    scores = torch.einsum("thd,sd->hts", query[0], key[0]).masked_fill(at > at[:, None], float("-inf"))
+    pooled = torch.stack([part.amax(-1) for part in scores.split(block, -1)], -1)
+    numbers, own = torch.arange(pooled.shape[-1]), at[:, None] // block
+    pooled = pooled.masked_fill((numbers <= own) & (numbers > own - local), float("inf"))
+    best, chosen = pooled.topk(min(top_k, len(numbers)), -1)
+    rows = (chosen[..., None] * block + torch.arange(block)).masked_fill(best[..., None] == float("-inf"), len(at)).flatten(-2)
+    rows = rows.masked_fill(rows > at[:, None], len(at)).sort(-1).values
+    rows = F.pad(rows, (0, top_k * block - rows.shape[-1]), value=len(at))
+    return rows.masked_fill(rows == len(at), -1).transpose(0, 1)[None].int()
 
 
 def _expert_linear_shape(x, experts, weight, bias, transposed):
@@ -241,11 +265,12 @@ def _mask(original: Callable, kind: str, problems: Problems) -> Callable:
 
 def _attention(names: dict[int, str], problems: Problems) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, sinks=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, sinks=None, block_indices=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
         unknown += ["position_bias beside softcap"] if position_bias is not None and softcap else []
+        unknown += ["block_indices"] if block_indices is not None and block_indices.shape[1] != query.shape[2] else []
         if unknown:
             problems.add(CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
@@ -254,6 +279,9 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
             ))
         extras = {"sinks": s_aux, "query_sinks": sinks, "rows": indices, PAIRS: position_bias}
         extras = {name: x for name, x in extras.items() if x is not None}
+        if block_indices is not None and not unknown:
+            return _of_groups(attention, module, query, key, value, attention_mask, block_indices, scaling=scaling,
+                              sliding_window=sliding_window, softcap=softcap, s_aux=s_aux), None
         width = query.shape[-1]
         scaling = width**-0.5 if scaling is None else float(scaling)
         if isinstance(query.shape[1], torch.SymInt) and attention_mask is None and not (extras or softcap or is_causal):
@@ -272,6 +300,17 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
         )
 
     return attention
+
+
+def _of_groups(attention: Callable, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+               mask: torch.Tensor, rows: torch.Tensor, s_aux: torch.Tensor | None = None, **given: Any) -> torch.Tensor:
+    """Attention of groups of key heads that read each their own rows [1,T,G,K]: one for each group."""
+    groups = rows.shape[2]
+    heads = [x.chunk(groups, 1) for x in (query, key, value)]
+    sinks = [None] * groups if s_aux is None else s_aux.chunk(groups)
+    parts = [attention(module, q, k, v, mask, indices=rows[:, :, group], s_aux=sinks[group], **given)[0]
+             for group, (q, k, v) in enumerate(zip(*heads))]
+    return torch.cat(parts, 2)
 
 
 def _within_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
