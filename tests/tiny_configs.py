@@ -123,7 +123,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
                  "num_hidden_layers": 2},
     "xlstm": {"hidden_size": HIDDEN, "num_heads": HEADS, "num_hidden_layers": 2, "num_blocks": 2,
               "vocab_size": VOCABULARY},
-    "xmod": {"default_language": "en_XX"},
+    "xmod": {"default_language": "en_XX", "languages": ["de_DE", "en_XX"]},
     "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": WINDOW},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128,
               "attention_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "n_mamba_heads": 2},
