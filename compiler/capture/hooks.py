@@ -29,6 +29,7 @@ from adaptc.capture import recurrence
 from adaptc.capture.known import KnownValues
 from adaptc.capture.loops import ExpertLoops
 from adaptc.capture.problems import Problems
+from adaptc.capture.sorted_experts import SortedExperts
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
@@ -204,10 +205,10 @@ class _ListsInIndices(TorchFunctionMode):
 
 
 def run(module: Any, ids: torch.Tensor) -> Any:
-    """What ``module``'s forward gives for ids [1, T], with loops over experts as what they compute, and values that follow
+    """What ``module``'s forward gives for ids [1, T], with loops over experts and parts of rows as what they compute, and values that follow
     from no token. The modes are entered here, above torch.export's own, which would look into indices first; a patched
     forward would hide the module's path."""
-    with KnownValues(), ExpertLoops():
+    with KnownValues(), SortedExperts(), ExpertLoops():
         return module(input_ids=ids, use_cache=False)
 
 

@@ -67,8 +67,11 @@ def _export(module: torch.nn.Module, ids: torch.Tensor, context: int, *,
         try:
             exported = torch.export.export(_Logits(module), (ids,), dynamic_shapes=shapes, strict=False,
                                            prefer_deferred_runtime_asserts_over_guards=deferred)
-        except AdaptcError:
-            raise
+        except AdaptcError as error:
+            place = running(traceback.walk_tb(error.__traceback__), modules)
+            if not place.file:
+                raise
+            raise type(error)(f"{error.message} The code is in {place}.", hint=error.hint) from error
         except Exception as error:
             if not deferred:
                 raise
