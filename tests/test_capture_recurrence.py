@@ -43,6 +43,7 @@ AUTHORS = {
     "_rnn_scan": ("recurrent_gemma", lambda file: file.RecurrentGemmaRglru._rnn_scan),
     "decay_factors": ("minimax", lambda file: file.MiniMaxLightningAttention.forward),
     block_index.PARTS: ("minimax_m3_vl", lambda file: file.MiniMaxM3VLIndexer.forward),
+    "prepare_dynamic_mask": ("doge", lambda file: file.DogeAttention.prepare_dynamic_mask),
 }
 """Name → the file of transformers that has it, and the authors' function."""
 

@@ -757,7 +757,7 @@ def _mask(w, like, padding, kind, window, blocks=None):
 
 def _constant(w, values, shape, dtype, device):
     numbers = [float(x) if w.dtype.startswith("f") else int(x) for x in values]
-    return w.b.constant(value=numbers if w.shape else numbers[0], shape=w.shape, dtype=w.dtype)
+    return w.b.constant(value=np.reshape(numbers, w.shape).tolist(), shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from adaptc.capture import recurrence
+from adaptc.capture.key_bias import KeyBias
 from adaptc.capture.known import KnownValues
 from adaptc.capture.loops import ExpertLoops
 from adaptc.capture.problems import Problems
@@ -139,8 +140,9 @@ def installed(module: torch.nn.Module, problems: Problems) -> Iterator[None]:
     before = module.config._attn_implementation
     with ExitStack() as stack:
         stack.enter_context(recurrence.installed(module))
-        functions = ALL_ATTENTION_FUNCTIONS._local_mapping
-        stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names, problems)}))
+        attention = _attention(names, problems)
+        for interface in {id(one): one for one in (ALL_ATTENTION_FUNCTIONS, *_interfaces(module))}.values():
+            stack.enter_context(mock.patch.dict(interface._local_mapping, {IMPLEMENTATION: attention}))
         experts = ALL_EXPERTS_FUNCTIONS._local_mapping
         stack.enter_context(mock.patch.dict(experts, {IMPLEMENTATION: _experts}))
         for name, kind in MASKS.items():
@@ -210,6 +212,14 @@ def run(module: Any, ids: torch.Tensor) -> Any:
     forward would hide the module's path."""
     with KnownValues(), SortedExperts(), ExpertLoops():
         return module(input_ids=ids, use_cache=False)
+
+
+def _interfaces(module: torch.nn.Module) -> Iterator[Any]:
+    """The attention interfaces that modelling code looks functions up in: some files have one of their own."""
+    from transformers.modeling_utils import AttentionInterface
+
+    for namespace in {id(n): n for n in map(_namespace, module.modules())}.values():
+        yield from (value for value in namespace.values() if isinstance(value, AttentionInterface))
 
 
 def _namespace(module: torch.nn.Module) -> dict:
@@ -285,8 +295,10 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
         if block_indices is not None and not unknown:
             return _of_groups(attention, module, query, key, value, attention_mask, block_indices, scaling=scaling,
                               sliding_window=sliding_window, softcap=softcap, s_aux=s_aux), None
-        width = query.shape[-1]
-        scaling = width**-0.5 if scaling is None else float(scaling)
+        scaling = query.shape[-1]**-0.5 if scaling is None else float(scaling)
+        if isinstance(attention_mask, KeyBias) and not unknown:
+            of_groups = functools.partial(_of_groups, attention, module, scaling=scaling, sliding_window=sliding_window)
+            return attention_mask.attend(of_groups, query, key, value, scaling), None
         if isinstance(query.shape[1], torch.SymInt) and attention_mask is None and not (extras or softcap or is_causal):
             return _within_tokens(query, key, value, scaling), None
         if attention_mask is None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from adaptc.capture import block_index
+from adaptc.capture import block_index, key_bias
 from adaptc.errors import CaptureError
 
 CHUNK = 16
@@ -279,5 +279,6 @@ SCANS: Mapping[str, Scan] = {
     "_rnn_scan": Scan(rglru, _rglru_example, "method"),
     "decay_factors": Scan(lightning_attention, _lightning_example, "forward"),
     block_index.PARTS: Scan(block_index.index, block_index.example, "parts", block_index.compared),
+    "prepare_dynamic_mask": Scan(key_bias.dynamic_mask, key_bias.example, "method", key_bias.compared),
 }
 """Name in the authors' code, or names of parts → recurrence."""
