@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaptc.capture import block_index, hooks, recurrence
+from adaptc.capture import block_index, hooks, pooled_index, recurrence
 from adaptc.capture.scans import CHUNK, SCANS
 from adaptc.ops.mixing import FixedState
 from adaptc.ops.table import row
@@ -43,11 +43,13 @@ AUTHORS = {
     "_rnn_scan": ("recurrent_gemma", lambda file: file.RecurrentGemmaRglru._rnn_scan),
     "decay_factors": ("minimax", lambda file: file.MiniMaxLightningAttention.forward),
     block_index.PARTS: ("minimax_m3_vl", lambda file: file.MiniMaxM3VLIndexer.forward),
+    pooled_index.PARTS: ("qwen4_exp", lambda file: file.Qwen4ExpTextQSAIndexer.forward),
     "prepare_dynamic_mask": ("doge", lambda file: file.DogeAttention.prepare_dynamic_mask),
 }
 """Name → the file of transformers that has it, and the authors' function."""
 
-OWNERS = {"decay_factors": "MiniMaxLightningAttention", block_index.PARTS: "MiniMaxM3VLIndexer"}
+OWNERS = {"decay_factors": "MiniMaxLightningAttention", block_index.PARTS: "MiniMaxM3VLIndexer",
+          pooled_index.PARTS: "Qwen4ExpTextQSAIndexer"}
 """Name → the class whose forward it is, where an example is made of one."""
 
 

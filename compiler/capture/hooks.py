@@ -29,6 +29,7 @@ from adaptc.capture import recurrence
 from adaptc.capture.key_bias import KeyBias
 from adaptc.capture.known import KnownValues
 from adaptc.capture.loops import ExpertLoops
+from adaptc.capture.pooled_index import ChosenKeys
 from adaptc.capture.problems import Problems
 from adaptc.capture.sorted_experts import SortedExperts
 from adaptc.errors import CaptureError
@@ -77,6 +78,7 @@ def operators() -> None:
     torch.library.define("adaptc::index_rows",
                          "(Tensor query, Tensor key, Tensor weights, int top_k, float scaling) -> Tensor")
     torch.library.register_fake("adaptc::index_rows", _index_shape)
+    torch.library.impl("adaptc::index_rows", "CPU", _index_rows)
     torch.library.define("adaptc::index_blocks",
                          "(Tensor query, Tensor key, int top_k, int block, int local) -> Tensor")
     torch.library.register_fake("adaptc::index_blocks", _blocks_shape)
@@ -104,6 +106,16 @@ def _attention_shape(q, k, v, mask, extras, names, scaling, window, softcap):
 
 def _index_shape(query, key, weights, top_k, scaling):
     return query.new_empty((*query.shape[:2], top_k), dtype=torch.int32)
+
+
+def _index_rows(query, key, weights, top_k, scaling):
+    """Written out, to compute examples with."""
+    at = torch.arange(key.shape[1])
+    scores = ((query @ key.transpose(-1, -2)[:, None] * scaling).relu() * weights[..., None]).sum(2)
+    best, chosen = scores.masked_fill(at > at[:, None], float("-inf")).topk(min(top_k, len(at)))
+    chosen = chosen.masked_fill(best == float("-inf"), len(at)).sort().values
+    chosen = F.pad(chosen, (0, top_k - chosen.shape[-1]), value=len(at))
+    return chosen.masked_fill(chosen == len(at), -1).int()
 
 
 def _blocks_shape(query, key, top_k, block, local):
@@ -296,7 +308,7 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
             return _of_groups(attention, module, query, key, value, attention_mask, block_indices, scaling=scaling,
                               sliding_window=sliding_window, softcap=softcap, s_aux=s_aux), None
         scaling = query.shape[-1]**-0.5 if scaling is None else float(scaling)
-        if isinstance(attention_mask, KeyBias) and not unknown:
+        if isinstance(attention_mask, (KeyBias, ChosenKeys)) and not unknown:
             of_groups = functools.partial(_of_groups, attention, module, scaling=scaling, sliding_window=sliding_window)
             return attention_mask.attend(of_groups, query, key, value, scaling), None
         if isinstance(query.shape[1], torch.SymInt) and attention_mask is None and not (extras or softcap or is_causal):

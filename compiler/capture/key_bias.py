@@ -69,15 +69,15 @@ class KeyBias:
         width = -(-heads // COLUMNS) * COLUMNS
         picks = torch.tensor([[float(column == head) for column in range(width)] for head in range(heads)])
         tokens = numbers.shape[2]
-        rows = torch.ops.adaptc.index_blocks(picks.expand(1, tokens, heads, width), _widened(numbers.transpose(1, 2), width),
+        rows = torch.ops.adaptc.index_blocks(picks.expand(1, tokens, heads, width), widened(numbers.transpose(1, 2), width),
                                              self.kept, 1, 0)
         factor = torch.full_like(query[..., :1], 1 / scaling)
-        query = torch.cat([query, _widened(factor, COLUMNS)], -1)
-        key = torch.cat([key, _widened(numbers.unsqueeze(-1), COLUMNS)], -1)
+        query = torch.cat([query, widened(factor, COLUMNS)], -1)
+        key = torch.cat([key, widened(numbers.unsqueeze(-1), COLUMNS)], -1)
         return of_groups(query, key, value, self.mask, rows)
 
 
-def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
+def widened(x: torch.Tensor, width: int) -> torch.Tensor:
     """x with columns of zeros behind its own, ``width`` in all."""
     more = width - x.shape[-1]
     return torch.cat([x, torch.zeros_like(x[..., :1]).expand(*x.shape[:-1], more)], -1) if more else x

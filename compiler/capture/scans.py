@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from adaptc.capture import block_index, key_bias
+from adaptc.capture import block_index, key_bias, pooled_index
 from adaptc.errors import CaptureError
 
 CHUNK = 16
@@ -279,6 +279,7 @@ SCANS: Mapping[str, Scan] = {
     "_rnn_scan": Scan(rglru, _rglru_example, "method"),
     "decay_factors": Scan(lightning_attention, _lightning_example, "forward"),
     block_index.PARTS: Scan(block_index.index, block_index.example, "parts", block_index.compared),
+    pooled_index.PARTS: Scan(pooled_index.index, pooled_index.example, "parts", pooled_index.compared),
     "prepare_dynamic_mask": Scan(key_bias.dynamic_mask, key_bias.example, "method", key_bias.compared),
 }
 """Name in the authors' code, or names of parts → recurrence."""
