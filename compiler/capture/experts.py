@@ -62,7 +62,7 @@ def routed(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgr
             with graph.inserting_before(node):
                 total = Inserter(graph, node)(torch.ops.aten.sum.dim_IntList, found.node, [1], **node.kwargs)
             node.replace_all_uses_with(total)
-        except _Dense:
+        except (_Dense, RuntimeError):  # torch's, of shapes that don't meet
             continue
     graph.eliminate_dead_code()
     exported.graph_module.recompile()
@@ -254,5 +254,6 @@ def _elsewhere(node: torch.fx.Node, others: list[Any]) -> float | None:
         return 0.0
     if any(other is None for other in others) or len(others) != len(node.args):
         return None
-    given = [torch.tensor(float(other)) if isinstance(arg, torch.fx.Node) else other for arg, other in zip(node.args, others)]
+    given = [torch.tensor(float(other)) if isinstance(arg, torch.fx.Node) else other
+             for arg, other in zip(node.args, others)]
     return float(node.target(*given, **node.kwargs))

@@ -130,7 +130,8 @@ def _index_blocks(query, key, top_k, block, local):
     numbers, own = torch.arange(pooled.shape[-1]), at[:, None] // block
     pooled = pooled.masked_fill((numbers <= own) & (numbers > own - local), float("inf"))
     best, chosen = pooled.topk(min(top_k, len(numbers)), -1)
-    rows = (chosen[..., None] * block + torch.arange(block)).masked_fill(best[..., None] == float("-inf"), len(at)).flatten(-2)
+    rows = chosen[..., None] * block + torch.arange(block)
+    rows = rows.masked_fill(best[..., None] == float("-inf"), len(at)).flatten(-2)
     rows = rows.masked_fill(rows > at[:, None], len(at)).sort(-1).values
     rows = F.pad(rows, (0, top_k * block - rows.shape[-1]), value=len(at))
     return rows.masked_fill(rows == len(at), -1).transpose(0, 1)[None].int()
@@ -219,9 +220,9 @@ class _ListsInIndices(TorchFunctionMode):
 
 
 def run(module: Any, ids: torch.Tensor) -> Any:
-    """What ``module``'s forward gives for ids [1, T], with loops over experts and parts of rows as what they compute, and values that follow
-    from no token. The modes are entered here, above torch.export's own, which would look into indices first; a patched
-    forward would hide the module's path."""
+    """What ``module``'s forward gives for ids [1, T], with loops over experts and parts of rows as what they compute, and
+    values that follow from no token. The modes are entered here, above torch.export's own, which would look into indices
+    first; a patched forward would hide the module's path."""
     with KnownValues(), SortedExperts(), ExpertLoops():
         return module(input_ids=ids, use_cache=False)
 
@@ -290,11 +291,15 @@ def _mask(original: Callable, kind: str, problems: Problems) -> Callable:
 
 def _attention(names: dict[int, str], problems: Problems) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, sinks=None, block_indices=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, sinks=None,
+                  block_indices=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
         unknown += ["position_bias beside softcap"] if position_bias is not None and softcap else []
+        beside = {"softcap": softcap, "s_aux": s_aux, "indices": indices, "position_bias": position_bias, "sinks": sinks}
+        apart = block_indices is not None or isinstance(attention_mask, (KeyBias, ChosenKeys))
+        unknown += [f"{k} beside keys that heads choose" for k, v in beside.items() if apart and v is not None]
         unknown += ["block_indices"] if block_indices is not None and block_indices.shape[1] != query.shape[2] else []
         if unknown:
             problems.add(CaptureError(
@@ -304,12 +309,11 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
             ))
         extras = {"sinks": s_aux, "query_sinks": sinks, "rows": indices, PAIRS: position_bias}
         extras = {name: x for name, x in extras.items() if x is not None}
-        if block_indices is not None and not unknown:
-            return _of_groups(attention, module, query, key, value, attention_mask, block_indices, scaling=scaling,
-                              sliding_window=sliding_window, softcap=softcap, s_aux=s_aux), None
-        scaling = query.shape[-1]**-0.5 if scaling is None else float(scaling)
-        if isinstance(attention_mask, (KeyBias, ChosenKeys)) and not unknown:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        if apart and not unknown:
             of_groups = functools.partial(_of_groups, attention, module, scaling=scaling, sliding_window=sliding_window)
+            if block_indices is not None:
+                return of_groups(query, key, value, attention_mask, block_indices), None
             return attention_mask.attend(of_groups, query, key, value, scaling), None
         if isinstance(query.shape[1], torch.SymInt) and attention_mask is None and not (extras or softcap or is_causal):
             return _within_tokens(query, key, value, scaling), None
@@ -329,15 +333,17 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
     return attention
 
 
-def _of_groups(attention: Callable, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-               mask: torch.Tensor, rows: torch.Tensor, s_aux: torch.Tensor | None = None, **given: Any) -> torch.Tensor:
+def _of_groups(attention: Callable, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+               value: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor, **given: Any) -> torch.Tensor:
     """Attention of groups of key heads that read each their own rows [1,T,G,K]: one for each group."""
     groups = rows.shape[2]
+    if key.shape[1] % groups:
+        raise CaptureError(f"attention ({type(module).__name__}) of {key.shape[1]} key heads reads what {groups} heads of an "
+                           "index choose; expected the same rows for all query heads that share a key head.")
     heads = [x.chunk(groups, 1) for x in (query, key, value)]
-    sinks = [None] * groups if s_aux is None else s_aux.chunk(groups)
-    parts = [attention(module, q, k, v, mask, indices=rows[:, :, group], s_aux=sinks[group], **given)[0]
-             for group, (q, k, v) in enumerate(zip(*heads))]
-    return torch.cat(parts, 2)
+    results = [attention(module, *parts, mask, indices=rows[:, :, group], **given)[0]
+               for group, parts in enumerate(zip(*heads))]
+    return torch.cat(results, 2)
 
 
 def _within_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -84,8 +84,8 @@ def widened(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unknown(what: str) -> CaptureError:
-    return CaptureError(f"a mask that keeps the largest numbers of keys is {what}; adaptc captures it for attention alone, with "
-                        "key heads repeated for the query heads that share them.")
+    return CaptureError(f"a mask that keeps the largest numbers of keys is {what}; adaptc captures it for attention alone, "
+                        "with key heads repeated for the query heads that share them.")
 
 
 def dynamic_mask(self, hidden_states, dt_states, keep_window_size=2048, attention_mask=None):

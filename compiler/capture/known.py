@@ -1,7 +1,7 @@
 """Values that follow from the code and the configuration alone, computed beside the trace that they are made in.
 
-A trace has no values, and Python that asks for one stops it: ``x[mask]``, where the mask says which of a model's languages is
-spoken, say. A tensor that is made of numbers, without the step's tokens or weights, has one all the same. What masks of
+A trace has no values, and Python that asks for one stops it: ``x[mask]``, where the mask says which of a model's languages
+is spoken, say. A tensor that is made of numbers, without the step's tokens or weights, has one all the same. What masks of
 known values pick is picked, and written, as what they mean.
 """
 
@@ -21,6 +21,9 @@ MOST = 1 << 12
 
 MADE = ("ones", "zeros", "full", "arange")
 """Functions that make a tensor of numbers."""
+
+CHANCE = ("rand", "bernoulli", "multinomial", "normal", "dropout", "exponential", "empty")
+"""Parts of the names of functions that don't give the same twice."""
 
 ASKED = ("item", "tolist", "__bool__", "__int__", "__index__")
 """Functions that give Python a tensor's values."""
@@ -65,11 +68,14 @@ class KnownValues(TorchFunctionMode):
         given, made = ([x for x in some if isinstance(x, torch.Tensor)] for some in (leaves, pytree.tree_leaves(result)))
         if not given and name not in MADE or any(id(x) not in self.known for x in given):
             return
+        if any(part in name for part in CHANCE):
+            return
         sizes = [d for x in made for d in x.shape]
         if any(isinstance(d, torch.SymInt) for d in (*sizes, *leaves)) or sum(x.numel() for x in made) > MOST:
             return
         cpu = torch.device("cpu")
-        plain = [self._value(x) if isinstance(x, torch.Tensor) else cpu if isinstance(x, torch.device) else x for x in leaves]
+        plain = [self._value(x) if isinstance(x, torch.Tensor) else cpu if isinstance(x, torch.device) else x
+                 for x in leaves]
         args, kwargs = pytree.tree_unflatten(plain, tree)
         try:
             with _outside():

@@ -3,9 +3,10 @@
     key of each whole window of m tokens: norm of their mean, with the rope of the first
     Σ over heads of relu(q·k) → top-k windows, and the tokens after the last whole one
 
-Restated, every token has the key that a window which ended with it would have: a convolution gives the mean, another one the
-rope of m - 1 tokens before. One more head of ``adaptc.index_rows`` takes what isn't a window's last token out of the choice. As
-long as there are no more whole windows than are chosen, a token reads all before it; else the chosen rows name windows.
+Restated, every token has the key that a window which ended with it would have: a convolution gives the mean, another one
+the rope of m - 1 tokens before. One more head of ``adaptc.index_rows`` takes what isn't a window's last token out of the
+choice. As long as there are no more whole windows than are chosen, a token reads all before it; else the chosen rows name
+windows.
 
 The authors' module gives a mask of pairs of tokens, which is laid over the causal one; restated, ``ChosenKeys`` stands for it.
 Modules are recognised by their parts, and the restatement is used where it chooses what the module's forward does
@@ -37,7 +38,8 @@ RATIO, TOP_K, HEADS, WIDTH = 3, 2, 16, 8
 
 @dataclass(frozen=True)
 class ChosenKeys:
-    """A mask of the keys that ``rows`` i32[1,T,K] name, of those that ``mask`` lets a token see; ``others``: of all but those."""
+    """A mask of the keys that ``rows`` i32[1,T,K] name, of those that ``mask`` lets a token see; ``others``: of all but
+    those."""
 
     rows: torch.Tensor
     mask: Any = None

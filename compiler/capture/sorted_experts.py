@@ -6,9 +6,9 @@
     y = cat([linear(parts[i], weight[i]) for i in range(E)]) …
     result = zeros.index_add(0, order // k, y * weights.flatten()[order][:, None])
 
-Each row goes through its expert alone, and comes back to its place: in which order rows stand meanwhile says nothing. They
-stay where they are, [T, k, …] in place of [T·k, …], and a linear map of all parts, each by its own expert's slice of one
-weight, is ``adaptc::expert_linear``. What rows go through on the way must treat each by itself and count dimensions from
+Each row goes through its expert alone, and comes back to its place: in which order rows stand meanwhile says nothing.
+They stay where they are, [T, k, …] in place of [T·k, …], and a linear map of all parts, each by its own expert's slice of
+one weight, is ``adaptc::expert_linear``. What rows go through on the way must treat each by itself and count dimensions from
 the last one; anything else is refused by name.
 """
 
@@ -232,5 +232,5 @@ def _rows(x: torch.Tensor, order: _Order) -> torch.Tensor:
 
 def _unknown(function: Any) -> CaptureError:
     name = getattr(function, "__name__", str(function))
-    return CaptureError(f"rows that are sorted to experts go through {name}; adaptc captures linear maps of each expert's rows by "
-                        "its slice of one weight, and what treats every row by itself.")
+    return CaptureError(f"rows that are sorted to experts go through {name}; adaptc captures linear maps of each expert's "
+                        "rows by its slice of one weight, and what treats every row by itself.")

@@ -33,8 +33,8 @@ class Scorer:
         self.scores = room(e, params["key_block"] + e.lanes)
 
     def __call__(self, row: Value, request: Value, base: Value, end: Value, out: Value) -> None:
-        """Scores of the blocks of the unit that starts at the key ``base``, of keys before ``end``, to ``out`` on; ``row`` is
-        the token's number among those of all heads."""
+        """Scores of the blocks of the unit that starts at the key ``base``, of keys before ``end``, to ``out`` on; ``row``
+        is the token's number among those of all heads."""
         e, block, step = self.e, self.params["block"], self.params["key_block"]
         query = e.at(self.query, e.mul(row, self.params["width"]), "f32")
         with e.loop(0, _unit(self.params) // block) as place:
@@ -164,5 +164,5 @@ def select(spec: OpSpec) -> Selection | None:
 
 SELECT = {"index_blocks": select}
 
-NEEDS = {"index_blocks": f"a width of keys that is a multiple of {COLUMNS}, and blocks that the cache's hold whole ones of, or "
-                         "that hold whole ones of the cache's"}
+NEEDS = {"index_blocks": f"a width of keys that is a multiple of {COLUMNS}, and blocks that the cache's hold whole ones of, "
+                         "or that hold whole ones of the cache's"}
