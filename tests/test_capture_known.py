@@ -31,6 +31,14 @@ def changed(m, x, ids):
     return x + x[mask].sum()
 
 
+def counted(m, x, ids):
+    """Likewise, by a sum that is written over."""
+    numbers = torch.ones(x.shape[0])
+    view = numbers[:]
+    numbers += 1
+    return x * (view == 2)[:, None, None] + x[view == 1].sum()
+
+
 def by_tokens(m, x, ids):
     return x[ids > 3][None]
 
@@ -47,7 +55,7 @@ def test_what_masks_of_numbers_pick_is_picked(code):
     assert not any(name.startswith(("ways.0", "ways.2")) for name in names)
 
 
-@pytest.mark.parametrize("code", (changed, by_tokens))
+@pytest.mark.parametrize("code", (changed, counted, by_tokens))
 def test_masks_whose_values_arent_known_are_refused(code):
     with pytest.raises(DynamicError):
         program_of(model(code))

@@ -44,6 +44,15 @@ def by_places(m, x):
     return (places * scores.unsqueeze(-1)).sum(1)
 
 
+def added_twice(m, x):
+    """To what isn't zeros any more."""
+    scores, chosen, sizes = routed(m, x)
+    order = chosen.flatten().argsort()
+    tokens, result = order // TOP_K, torch.zeros_like(x)
+    gate, up = each(m, x[tokens], sizes).chunk(2, dim=-1)
+    return result.index_add_(0, tokens, gate).index_add_(0, tokens, up * 0.5).index_add(0, tokens, gate)
+
+
 def with_others_weights(m, x):
     scores, chosen, sizes = routed(m, x)
     order = chosen.flatten().argsort()
@@ -71,7 +80,7 @@ def model(mixture):
                   weight=torch.nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN)))
 
 
-@pytest.mark.parametrize("mixture", (by_tokens, by_places))
+@pytest.mark.parametrize("mixture", (by_tokens, by_places, added_twice))
 def test_each_row_goes_through_its_own_expert(mixture):
     assert operators_of(program_of(model(mixture))).count("expert_linear") == 1
 

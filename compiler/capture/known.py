@@ -25,8 +25,16 @@ MADE = ("ones", "zeros", "full", "arange")
 CHANCE = ("rand", "bernoulli", "multinomial", "normal", "dropout", "exponential", "empty")
 """Parts of the names of functions that don't give the same twice."""
 
+AUGMENTED = frozenset(f"__i{name}__" for name in "add sub mul div truediv floordiv mod pow matmul and or xor".split())
+
 ASKED = ("item", "tolist", "__bool__", "__int__", "__index__")
 """Functions that give Python a tensor's values."""
+
+
+def in_place(name: str, kwargs: dict) -> bool:
+    """Whether a function of this name changes its first operand, or one that it is told to."""
+    changes = name in AUGMENTED or name == "__setitem__" or name.endswith("_") and not name.endswith("__")
+    return changes or kwargs.get("out") is not None
 
 
 class KnownValues(TorchFunctionMode):
@@ -44,8 +52,9 @@ class KnownValues(TorchFunctionMode):
             with _outside():
                 return function(value)
         result = function(*args, **kwargs)
-        if (name.endswith("_") and not name.endswith("__") or name == "__setitem__") and self._value(args[0]) is not None:
-            self.known.clear()  # what it changes may be seen through other tensors
+        if in_place(name, kwargs):
+            if any(self._value(x) is not None for x in (args[0], kwargs.get("out"))):
+                self.known.clear()  # what it changes may be seen through other tensors
         else:
             self._note(function, name, args, kwargs, result)
         return result

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from adaptc.capture.known import in_place
 from adaptc.errors import CaptureError
 
 ROWWISE = frozenset(
@@ -107,7 +108,10 @@ class SortedExperts(TorchFunctionMode):
             return found
         self._check(function, name, args, kwargs)
         result = function(*args, **kwargs)
-        self._made(name, args, kwargs, result)
+        made = self._made(name, args, kwargs, result)
+        if in_place(name, kwargs) and not made:
+            for changed in (*args[:1], kwargs.get("out")):
+                self.notes.pop(id(changed), None)
         return result
 
     def _note(self, tensor: Any, note: _Note) -> Any:
@@ -120,27 +124,35 @@ class SortedExperts(TorchFunctionMode):
 
     # ---- what is known of tensors that are
 
-    def _made(self, name: str, args: tuple, kwargs: dict, result: Any) -> None:
-        if name in ("zeros", "zeros_like", "new_zeros"):
-            self._note(result, _Note("zeros"))
-        elif name in ("flatten", "view", "reshape") and isinstance(result, torch.Tensor) and _is_choice(args[0]):
-            if result.ndim == 1:
-                self._note(result, _Note("flat", args[0]))
-        elif name in ("scatter", "scatter_") and self._of(args[0], "zeros") and len(args) == 4:
-            _, dim, chosen, value = args
-            if dim in (1, -1) and _is_choice(chosen) and isinstance(value, (int, float)) and value == 1:
-                self._note(result, _Note("hits", chosen, result.shape[1]))
-        elif name in COUNTED and (note := self._of(args[0], "hits") or self._of(args[0], "counts")):
+    def _made(self, name: str, args: tuple, kwargs: dict, result: Any) -> bool:
+        """Notes what a call has made; whether there was anything to note."""
+        if note := self._known(name, args, kwargs, result):
             self._note(result, note)
-        elif name == "sum" and (note := self._of(args[0], "hits")) and (args[1:] or (kwargs.get("dim"),)) == (0,):
-            self._note(result, _Note("counts", note.chosen, note.count))
-        elif name == "__getitem__" and isinstance(args[1], int) and isinstance(args[0], torch.nn.Parameter):
-            self._note(result, _Note("slice", whole=args[0], number=args[1] % args[0].shape[0]))
-        else:
-            chosen = next((note.chosen for x in args if (note := self._of(x, "rows"))), None)
-            for part in result if isinstance(result, (tuple, list)) else (result,):
-                if chosen is not None and isinstance(part, torch.Tensor):
-                    self._note(part, _Note("rows", chosen))
+            return True
+        chosen = next((note.chosen for x in args if (note := self._of(x, "rows"))), None)
+        parts = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, torch.Tensor)]
+        for part in parts if chosen is not None else ():
+            self._note(part, _Note("rows", chosen))
+        return chosen is not None
+
+    def _known(self, name: str, args: tuple, kwargs: dict, result: Any) -> _Note | None:
+        """What a call's result is known to be, of what it is made of."""
+        first = args[0] if args else None
+        if name in ("zeros", "zeros_like", "new_zeros"):
+            return _Note("zeros")
+        if name in ("flatten", "view", "reshape") and _is_choice(first):
+            return _Note("flat", first) if isinstance(result, torch.Tensor) and result.ndim == 1 else None
+        if name in ("scatter", "scatter_") and self._of(first, "zeros") and len(args) == 4:
+            _, dim, chosen, value = args
+            one = dim in (1, -1) and _is_choice(chosen) and isinstance(value, (int, float)) and value == 1
+            return _Note("hits", chosen, result.shape[1]) if one else None
+        if name in COUNTED and (note := self._of(first, "hits") or self._of(first, "counts")):
+            return note
+        if name == "sum" and (note := self._of(first, "hits")):
+            return _Note("counts", note.chosen, note.count) if (args[1:] or (kwargs.get("dim"),)) == (0,) else None
+        if name == "__getitem__" and isinstance(args[1], int) and isinstance(first, torch.nn.Parameter):
+            return _Note("slice", whole=first, number=args[1] % first.shape[0])
+        return None
 
     def _check(self, function: Callable, name: str, args: tuple, kwargs: dict) -> None:
         """CaptureError for what would take the two dimensions of rows for something else."""
@@ -160,7 +172,8 @@ class SortedExperts(TorchFunctionMode):
     def _sorted(self, name: str, args: tuple, kwargs: dict) -> Any:
         """What stands for a call's result; NotImplemented for one that means what it says."""
         first = args[0] if args else None
-        if name in ("sort", "argsort") and (note := self._of(first, "flat")):
+        if name in ("sort", "argsort") and (note := self._of(first, "flat")) and not (
+                kwargs.get("descending") or any(x is True for x in args[2:])):
             order = _Order(note.chosen)
             return order if name == "argsort" else (self._note(note.chosen.clone(), _Note("rows", note.chosen)), order)
         if name in ("div", "floor_divide", "__floordiv__") and isinstance(first, _Order):
@@ -211,10 +224,14 @@ class SortedExperts(TorchFunctionMode):
     def _back(self, name: str, base: torch.Tensor, dim: int, order: _Order, values: torch.Tensor) -> torch.Tensor:
         """Rows added at their places, or at their tokens'."""
         note = self._of(values, "rows")
-        if note is None or note.chosen is not order.chosen or dim != 0 or not self._of(base, "zeros"):
+        if note is None or note.chosen is not order.chosen or dim != 0:
             raise _unknown(name)
         added = values.sum(1) if order.tokens else values.flatten(0, 1)
-        return base.copy_(added) if name == "index_add_" else added
+        zeros = self._of(base, "zeros")
+        if name == "index_add":
+            return added if zeros else base + added
+        self.notes.pop(id(base), None)
+        return base.add_(added)
 
 
 def _is_choice(x: Any) -> bool:
