@@ -182,6 +182,9 @@ def test_kinds_are_told_apart():
     module.model.layers[4].mlp.gate.top_k = 1
     assert repeat.stacks(module, made)[0].like == (0, 1, 2, 3, 4, 3)
     module, made = module_of("llama", **DEEP["llama"])
+    plain = repeat.stacks(module, made)
+    made.marks = [0, 1, 2, 3, 4]  # names every layer
+    assert plain and repeat.stacks(module, made) == plain
     made.marks = [0, 0, 0, 0, 1]
     assert repeat.stacks(module, made) == ()
 

@@ -78,8 +78,9 @@ def _lists(content: dict[str, Any]) -> Iterator[Sequence]:
 
 
 def _slice(values: Any, number: int, count: int) -> Any:
-    """What a list of the configuration says of layer ``number`` of ``count``."""
-    return repr(values[number]) if len(values) == count else number in values
+    """What a list of the configuration says of layer ``number`` of ``count``: its entry for it, or whether it names it."""
+    entries = len(values) == count and list(values) != list(range(count))
+    return repr(values[number]) if entries else number in values
 
 
 def described(layer: torch.nn.Module, number: int) -> tuple:
