@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from adaptc.capture import hooks
 from adaptc.capture.attention import COPIES, VIEWS, Inserter, drop_checks
 from adaptc.capture.constants import name_of as key
-from adaptc.capture.walk import writes
+from adaptc.capture.functional import functional
 
 PRODUCTS = ("aten.bmm", "aten.matmul")
 TURNS = ("aten.transpose", "aten.permute", "aten.t", "aten.numpy_T")
@@ -49,8 +49,7 @@ def routed(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     What isn't proved to be the same stays."""
     if not any(key(node) in PRODUCTS and _is_stack(node) for node in exported.graph.nodes):
         return exported
-    if any(map(writes, exported.graph.nodes)):  # what writes into memory becomes what makes a new tensor
-        exported = exported.run_decompositions({})
+    exported = functional(exported)
     graph = exported.graph
     drop_checks(graph)
     for node in [node for node in graph.nodes if key(node) == "aten.sum" and list(node.args[1:]) == [[0]]]:
