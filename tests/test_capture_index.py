@@ -69,6 +69,14 @@ def changed(q, k, weights, mask):
     return scaled_first(q, k, weights, mask) + 1
 
 
+def slanted(q, k, weights, mask):
+    return choose(summed(weights, torch.relu(products(q, k))) + 0.1 * torch.arange(mask.shape[-1]) + mask)
+
+
+def smallest(q, k, weights, mask):
+    return (summed(weights, torch.relu(products(q, k))) + mask).topk(TOP_K, largest=False).indices
+
+
 class Sparse(torch.nn.Module):
     """One layer of attention over what ``choice`` chooses."""
 
@@ -132,7 +140,7 @@ def test_it_is_raised_and_chooses_the_same(choice):
 @pytest.mark.parametrize("choice, said", [
     (not_cut, "negative ones too"), (near, "looks at some of the tokens"), (without_heads, "not a sum over heads"),
     (squared, "go through aten.pow"), (by_the_seen, "chooses among the tokens that look"),
-    (changed, "goes through aten.add")])
+    (changed, "goes through aten.add"), (slanted, "bias by distance"), (smallest, "smallest scores")])
 def test_another_way_to_choose_is_refused_by_name(choice, said):
     with pytest.raises(CaptureError, match=rf"aten.topk.default in .*isn't an index that adaptc has: .*{said}"):
         raised(choice)

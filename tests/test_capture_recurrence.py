@@ -12,6 +12,7 @@ import torch
 
 from adaptc.capture import block_index, hooks, pooled_index, recurrence
 from adaptc.capture.scans import CHUNK, SCANS
+from adaptc.errors import CaptureError
 from adaptc.ops.mixing import FixedState
 from adaptc.ops.table import row
 from adaptc.protocol import StateSpec
@@ -96,6 +97,39 @@ def test_code_of_a_scans_name_that_computes_something_else_stays():
     other.__name__ = "rwkv_linear_attention"
     with mock.patch.object(file, "rwkv_linear_attention", other), recurrence.installed(module):
         assert file.rwkv_linear_attention is other
+
+
+def scaled(time_decay, time_first, key, value, state=None, return_state=False, scale=1.0):
+    """RWKV's own with an argument more."""
+    return SCANS["rwkv_linear_attention"].restated(time_decay, time_first, key, value)[0] * scale, None
+
+
+def test_arguments_that_a_restatement_lacks_are_refused():
+    from transformers.models.rwkv import modeling_rwkv as file
+
+    scaled.__name__ = "rwkv_linear_attention"
+    args, _ = SCANS["rwkv_linear_attention"].example(None, 5)
+    with mock.patch.object(file, "rwkv_linear_attention", scaled), recurrence.installed(small()):
+        torch.testing.assert_close(file.rwkv_linear_attention(*args)[0], scaled(*args)[0])
+        with pytest.raises(CaptureError, match="rwkv_linear_attention is given scale"):
+            file.rwkv_linear_attention(*args, scale=0.5)
+
+
+class Griffin(torch.nn.Module):
+    """RecurrentGemma's recurrence, times an attribute."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def _rnn_scan(self, *args):
+        return SCANS["_rnn_scan"].restated(self, *args)[0] * self.factor, None
+
+
+def test_a_method_is_tried_on_each_module():
+    one, other = Griffin(1.0), Griffin(0.5)
+    with recurrence.installed(torch.nn.ModuleList([one, other])):
+        assert "_rnn_scan" in vars(one) and "_rnn_scan" not in vars(other)
 
 
 @pytest.mark.parametrize("name", ["convolve", "recur", "recur_before", "recur_delta", "running_max"])

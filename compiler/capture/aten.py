@@ -87,7 +87,19 @@ def _binary(name: str, neutral: float | None = None, swapped: bool = False) -> R
             y = w.b.mul(y, w.value(alpha))
         return w.b.op(name, x, y)
 
-    return rule
+    def exact(w, x, y, alpha=1):
+        """Numbers aren't rounded to a tensor's short dtype: torch computes in float32."""
+        numbers = isinstance(x, (int, float)) or isinstance(y, (int, float)) or alpha != 1
+        if w.dtype not in ("f16", "bf16") or not numbers:
+            return rule(w, x, y, alpha)
+        x, y = (v if isinstance(v, (int, float)) else w.value(v, "f32") for v in (x, y))
+        short, w.dtype = w.dtype, "f32"
+        try:
+            return w.b.cast(rule(w, x, y, alpha), dtype=short)
+        finally:
+            w.dtype = short
+
+    return exact
 
 
 WIDENING = ("i1", "i8", "i32", "f16", "bf16", "f32", "f64")
@@ -155,11 +167,18 @@ def _log1p(w, x):
     return w.b.select(lost, x, w.b.select(large, w.b.log(u), exact))
 
 
+EXACT_FROM = 18
+"""From here on log(1 + exp(x)) is x in float32."""
+
+
 def _softplus(w, x, beta=1, threshold=20):
-    """log(1 + exp(beta·x)) / beta: never an overflow, whatever the threshold."""
+    """log(1 + exp(beta·x)) / beta, and x where beta·x is above the threshold, which matters for a small one only."""
     scaled = x if beta == 1 else w.b.mul(w.value(x), w.value(beta))
     result = w.b.add(w.b.max(scaled, w.value(0)), _log1p(w, w.b.exp(w.b.neg(w.b.abs(scaled)))))
-    return result if beta == 1 else w.b.mul(result, w.value(1 / beta))
+    result = result if beta == 1 else w.b.mul(result, w.value(1 / beta))
+    if threshold >= EXACT_FROM:
+        return result
+    return w.b.select(w.b.compare(scaled, w.value(threshold), predicate="gt"), w.value(x), result)
 
 
 def _log_sigmoid(w, x):
@@ -337,6 +356,8 @@ def _condition(x: ir.Value) -> ir.Value | None:
 
 def _select(w, x, dim, index):
     size = w.b.shape(x)[dim]
+    if not isinstance(index, int):
+        raise CaptureError(f"it picks row {index} by the number of tokens, which other tokens of a step would change.")
     index = index + size if isinstance(size, int) and index < 0 else index
     return w.b.reshape(_cut(w, x, dim, index, index + 1), shape=w.shape)
 
@@ -515,6 +536,8 @@ def _scatter(w, x, dim, index, value):
     twice, torch says of elements that any of them may be written."""
     _last(w, x, dim, "writes")
     shape = w.b.shape(index)
+    if shape[:-1] != w.b.shape(x)[:-1]:
+        raise CaptureError(f"it writes rows {shape} of {w.b.shape(x)}; expected as many.")
     count = w.b.shape(x)[-1]
     numbers = w.b.constant(value=list(range(count)), shape=(count,), dtype="i32")
     named = w.b.compare(w.b.reshape(w.value(index, "i32"), shape=(*shape, 1)), numbers, predicate="eq")
@@ -545,7 +568,7 @@ def _arange(w, *bounds):
     if any(isinstance(bound, str) for bound in (start, end, step)):
         raise CaptureError(f"it counts from {start} to {end} in steps of {step}; of dynamic ranges only those with one "
                            "number for each token have a meaning for a step that continues a sequence.")
-    cast = float if w.dtype.startswith("f") else int
+    cast = int if w.dtype.startswith("i") else float
     return w.b.constant(value=[cast(v) for v in _range(start, end, step)], shape=w.shape, dtype=w.dtype)
 
 
@@ -770,6 +793,9 @@ def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
     if getattr(mask, "kind", None) not in ("causal", "sliding", "chunked"):
         kind = getattr(mask, "kind", "computed")
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window or chunks.")
+    if mask.kind != "causal" and mask.window < 1:
+        raise CaptureError(f"its mask is {mask.kind}, and the configuration says no width of it, or {mask.window}; expected "
+                           "1 or more tokens.")
     if window not in (0, mask.window):
         raise CaptureError(f"the attention is given a window of {window} and a mask with one of {mask.window}.")
     if "pairs" in names:

@@ -269,6 +269,9 @@ class Scan:
     compared: Callable[[tuple, Any], Any] = lambda args, result: result[0] if isinstance(result, tuple) else result
 
 
+SAYS_HOW = ("use_associative_scan", "use_mambapy", "chunk_size", "block_size", "autocast_kernel_dtype", "enable_logging")
+"""Arguments of authors' functions that say how to compute the same: restatements needn't know them."""
+
 SCANS: Mapping[str, Scan] = {
     "chunk_gated_delta_rule": Scan(gated_delta_rule, _delta_rule_example),
     "chunk_kda": Scan(delta_attention, _delta_attention_example),
