@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
@@ -252,7 +253,7 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
         "vocabulary": plan.vocabulary,
         "max_context": plan.max_context, "operators a step": len(plan.operators()), "kernels": len(plan.kernels),
         "weights": sum(b.kind == "weight" for b in plan.buffers), "states": len(plan.states),
-        "cache bytes a token": sum(s.token_bytes() for s in plan.states),
+        "cache bytes a token": ceil(sum(s.token_bytes() for s in plan.states)),
         "bodies": _bodies(lowered), "bodies cloned": list(lowered.fact("clones", ())),
         "options": setup.options.to_dict(),
         "tuning": {"kernels": len(tuning.choices), "sha256": tuning.digest} if tuning else "none",
@@ -570,9 +571,9 @@ def _memory(plan: "Plan") -> dict[str, int]:
     """Bytes by purpose; caches by what a token costs, since the runtime decides how many pages there are."""
     kinds = ("weight", "input", "output", "pages")
     sizes = {f"{kind} buffers": sum(b.bytes for b in plan.buffers if b.kind == kind) for kind in kinds}
-    cache = sum(s.token_bytes() for s in plan.states)
+    cache = ceil(sum(s.token_bytes() for s in plan.states))
     kept = lambda s: min(plan.max_context, (s.window + plan.page_size) if s.window else plan.max_context)  # noqa: E731
-    full = sum(s.token_bytes() * kept(s) + s.request_bytes() for s in plan.states)
+    full = ceil(sum(s.token_bytes() * kept(s) + s.request_bytes() for s in plan.states))
     return {"arena (activations)": plan.arena_bytes, **sizes, "cache, a token": cache,
             f"cache, a request of {plan.max_context} tokens": full}
 
