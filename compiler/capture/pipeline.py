@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from adaptc.capture import build, convolution, hooks, parts, repeat, trace
+from adaptc.capture import build, convolution, hooks, parts, repeat, shared_rows, trace
 from adaptc.capture.attention import raised
 from adaptc.capture.fold import fold
 from adaptc.capture.index import indexed
@@ -83,7 +83,7 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
     fixed = {name: value for name, value in constants.items() if name not in stored}
     try:
         exported = indexed(exported, fixed, _context(text))
-        exported = convolution.raised(raised(exported, fixed, _context(text)))
+        exported = convolution.raised(shared_rows.raised(raised(exported, fixed, _context(text))))
     except CaptureError as error:
         problems.add(error)
         unknown(exported, problems)

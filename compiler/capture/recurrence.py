@@ -1,8 +1,9 @@
-"""Recurrences of the authors' code in traces: three operators that keep a value of fixed size a request.
+"""Recurrences of the authors' code in traces: four operators that keep a value of fixed size a request.
 
     adaptc::convolve(x[1,T,C], weight[C,W], bias[C]?) -> [1,T,C]     y = bias + Σ weight[w] · x of W - 1 - w tokens before
     adaptc::recur(query[1,T,H,K], key[1,T,H,K], value[1,T,H,V], decay[1,T,H,K|1], beta[1,T,H]?, read) -> [1,T,H,V]
     adaptc::running_max(x[1,T,C], decay[1,T,C]) -> [1,T,C]           m = max(m + decay, x), from -inf
+    adaptc::pool(value[1,T,S,C], gate[1,T,S,C], bias[m,S,C], rate m) -> [1,T,C]    as ``ops.recurrent`` says
 
 ``recur`` holds S[K,V] a head, zeros at first: S = exp(decay) · S + key · uᵀ with u the value or, with ``beta``,
 beta · (value - keyᵀ · exp(decay) · S); the result is queryᵀ · S, of S "before" or "after" the token.
@@ -38,7 +39,9 @@ def operators() -> None:
     torch.library.register_fake("adaptc::convolve", lambda x, weight, bias: torch.empty_like(x))
     torch.library.register_fake("adaptc::recur", lambda query, key, value, decay, beta, read: torch.empty_like(value))
     torch.library.register_fake("adaptc::running_max", lambda x, decay: torch.empty_like(x))
-    for name, written_out in (("convolve", _convolve), ("recur", _recur), ("running_max", _running_max)):
+    torch.library.define("adaptc::pool", "(Tensor value, Tensor gate, Tensor bias, int rate) -> Tensor")
+    torch.library.register_fake("adaptc::pool", lambda value, gate, bias, rate: torch.empty_like(value[:, :, 0]))
+    for name, written_out in (("convolve", _convolve), ("recur", _recur), ("running_max", _running_max), ("pool", _pool)):
         torch.library.impl(f"adaptc::{name}", "CPU", written_out)
 
 
@@ -68,6 +71,17 @@ def _running_max(x, decay):
     for t in range(x.shape[1]):
         held = torch.maximum(held + decay[:, t], x[:, t])
         results.append(held)
+    return torch.stack(results, 1)
+
+
+def _pool(value, gate, bias, rate):
+    _, tokens, series, _ = value.shape
+    at, results = torch.arange(tokens, device=value.device), []
+    gate = gate + bias[at % rate]
+    for t in range(tokens):
+        seen = [(at <= t) & (at // rate == t // rate - (series - 1 - one)) for one in range(series)]
+        weights = torch.cat([gate[:, part, one] for one, part in enumerate(seen)], 1).softmax(1)
+        results.append((weights * torch.cat([value[:, part, one] for one, part in enumerate(seen)], 1)).sum(1))
     return torch.stack(results, 1)
 
 
@@ -135,9 +149,16 @@ def _found(module: torch.nn.Module) -> Iterator[_Found]:
                 both = (functools.partial(f, *value.args, **value.keywords) for f in (authors, scan.restated))
                 yield _Found(scan, vars(one), name, *both)
         for name, scan in SCANS.items():
-            if scan.place != "function" and hasattr(type(one), name):
-                name = name if scan.place == "method" else scan.place
+            if _has(one, name, scan):
+                name = name if scan.place == "method" else "forward"
                 yield _Found(scan, vars(one), name, getattr(type(one), name), scan.restated, one)
+
+
+def _has(module: torch.nn.Module, name: str, scan: Scan) -> bool:
+    """Whether a module has the recurrence that goes by ``name``."""
+    if scan.place == "parts":
+        return all(hasattr(module, part) for part in name.split())
+    return scan.place != "function" and hasattr(type(module), name)
 
 
 def _function(value: Any) -> tuple[Scan, Callable[..., Any]] | None:
@@ -165,7 +186,7 @@ def _computes_the_same(found: _Found) -> bool:
         except Exception:  # whatever code raises that takes other arguments
             return False
         got = found.restated(*args, **keywords)
-    wanted, got = (x[0] if isinstance(x, tuple) else x for x in (wanted, got))
+    wanted, got = (found.scan.compared(args, x) for x in (wanted, got))
     if not isinstance(wanted, torch.Tensor) or wanted.shape != got.shape:
         return False
     return bool((got - wanted).abs().max() <= TOLERANCE * wanted.abs().max())

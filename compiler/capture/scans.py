@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from adaptc.capture import compressors
 from adaptc.errors import CaptureError
 
 CHUNK = 16
@@ -259,11 +260,13 @@ def _lightning_example(module, t):
 class Scan:
     """How a recurrence is restated, and its example. ``place``: what its name is the name of, "function" (of the
     modelling file, by the name under which packages of kernels have it, if it has one there), "method" (of a module),
-    or "forward" (that of modules which have a method of this name)."""
+    "forward" (that of modules which have a method of this name) or "parts" (the forward of modules that have them all).
+    ``compared``: what of a result, given the example's arguments, must be the same."""
 
     restated: Callable[..., Any]
     example: Callable[[Any, int], tuple[tuple, dict[str, Any]]]
     place: str = "function"
+    compared: Callable[[tuple, Any], Any] = lambda args, result: result[0] if isinstance(result, tuple) else result
 
 
 SCANS: Mapping[str, Scan] = {
@@ -275,5 +278,6 @@ SCANS: Mapping[str, Scan] = {
     "wrap_chunkwise_arbitrary_sequence_length": Scan(mlstm, _mlstm_example),
     "_rnn_scan": Scan(rglru, _rglru_example, "method"),
     "decay_factors": Scan(lightning_attention, _lightning_example, "forward"),
+    compressors.PARTS: Scan(compressors.compressor, compressors.example, "parts", compressors.compared),
 }
-"""Name in the authors' code → recurrence."""
+"""Name in the authors' code, or names of parts → recurrence."""
