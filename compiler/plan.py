@@ -194,6 +194,10 @@ class CacheGroup:
     kind: str = "rows"
     rate: int = 1
 
+    def page_tokens(self, page_size: int) -> int:
+        """Tokens that one of the group's pages is for, in a plan of ``page_size``."""
+        return page_tokens(page_size, self.rate)
+
 
 @dataclass(frozen=True)
 class Plan:

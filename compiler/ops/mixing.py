@@ -33,12 +33,13 @@ class RowState:
 
     def append(self, request: int, position: int, parts) -> None:
         """The row of the token at ``position``, if it is one that has a row (``plan.State``)."""
-        if (position + 1) % self.spec.rate:
-            return
-        position //= self.spec.rate
+        if (position + 1) % self.spec.rate == 0:
+            self.put(request, position // self.spec.rate, parts)
+
+    def put(self, request: int, number: int, parts) -> None:
         table = self.rows.setdefault(request, [{} for _ in self.spec.parts])
         for rows, value in zip(table, parts):
-            rows[position] = store(value, self.spec.dtype, self.spec.scale)
+            rows[number] = store(value, self.spec.dtype, self.spec.scale)
 
     def seen(self, position: int) -> int:
         """How many rows a token at ``position`` may see."""
