@@ -432,6 +432,17 @@ def _repeat(w, x, repeats):
     return _reshape(w, _broadcast(w, apart, wide))
 
 
+def _repeat_interleave(w, x, repeats, dim=None, output_size=None):
+    """Each element as often as said, side by side."""
+    own = w.b.shape(x)
+    if dim is None or not isinstance(repeats, int):
+        raise CaptureError("it repeats elements of all dimensions, or each as often as a tensor says; expected a number and "
+                           "a dimension.")
+    place = dim % len(own) + 1
+    apart = w.b.reshape(x, shape=own[:place] + (1,) + own[place:])
+    return _reshape(w, _broadcast(w, apart, own[:place] + (repeats,) + own[place:]))
+
+
 # ---- choices
 
 
@@ -915,6 +926,7 @@ TABLE: dict[str, Rule] = {
     "aten.slice_scatter": _slice_scatter,
     "aten.select_scatter": _select_scatter,
     "aten.repeat": _repeat,
+    "aten.repeat_interleave": _repeat_interleave,
     "aten.max": _extreme("max"),
     "aten.min": _extreme("min"),
     "aten.topk": _top_k,
