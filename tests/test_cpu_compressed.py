@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from adaptc.backends.cpu.kernels import attend_rows, attention, index, recurrent
+from adaptc.backends.cpu.kernels import attend_rows, attention, index, recurrent, sinkhorn
 from adaptc.ops.mixing import oracle_state
 from adaptc.ops.table import row
 from adaptc.plan import page_rows, page_tokens
@@ -121,3 +121,13 @@ def test_it_is_the_meaning_however_the_tokens_come(name):
         for place, got in pieces:
             at = places.index(place)
             assert all(np.array_equal(x, y[at]) for x, y in zip(got, whole)), (size, place)
+
+
+@pytest.mark.parametrize("size,iterations", [(4, 20), (2, 1), (8, 3)])
+def test_sinkhorn_is_its_meaning(size, iterations):
+    x = np.random.default_rng(0).random((7, size, size)).astype(np.float32) + 1e-3
+    attrs, whole = {"iterations": iterations, "eps": 1e-6}, TensorSpec("f32", ("T", size, size))
+    spec = OpSpec("sinkhorn", (whole,), (whole,), attrs)
+    got = [run(SimpleNamespace(SELECT=sinkhorn.SELECT, FAMILIES=sinkhorn.FAMILIES), spec, (x,), (7, 1, 1), n)[0] for n in (1, 3)]
+    np.testing.assert_allclose(got[0], row("sinkhorn").meaning(attrs, x)[0], rtol=1e-5)
+    assert got[0].tobytes() == got[1].tobytes()

@@ -149,6 +149,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         for x, bias in ((f("T", 8), ()), (f("T", 2, 8), (f(6, 5),)))),
     "head_linear": (Sample((f("T", 3, 8), f(20, 8)), {"start": 2, "step": 6, "rows": 4}),
                     Sample((f("T", 3, 4), f(20, 8)), {"start": 2, "step": 6, "rows": 4, "transposed": True})),
+    "sinkhorn": (Sample((f("T", 4, 4),), {"iterations": 3, "eps": 1e-3}, {0: positive("f32", "T", 4, 4)}),),
     "quantize": (Sample((f("T", 64),), {"group": 32}),),
     "rope": (Sample((f("T", 3, 8), f("T", 8), f("T", 8))),
              *(Sample((f("T", 3, 12), f("T", table), f("T", table)), {"interleaved": pairs, "turned": turned})

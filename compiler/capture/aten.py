@@ -866,6 +866,11 @@ def _pool(w, value, gate, bias, rate):
     return _reshape(w, result)
 
 
+def _sinkhorn(w, x, iterations, eps):
+    """[1,T,N,N], the same again."""
+    return _reshape(w, w.b.sinkhorn(_of_tokens(w, x), iterations=iterations, eps=eps))
+
+
 FLATTENED = frozenset(f"aten.{name}" for name in (
     "neg abs exp log sqrt rsqrt reciprocal tanh erf sigmoid silu gelu relu square log1p softplus clamp clamp_min add sub mul "
     "div rsub pow maximum minimum eq ne lt le gt ge where masked_fill contiguous clone detach alias to _to_copy type_as "
@@ -980,4 +985,5 @@ TABLE: dict[str, Rule] = {
     "adaptc.recur": _recur,
     "adaptc.running_max": _running_max,
     "adaptc.pool": _pool,
+    "adaptc.sinkhorn": _sinkhorn,
 }

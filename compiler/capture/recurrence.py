@@ -1,9 +1,11 @@
-"""Recurrences of the authors' code in traces: four operators that keep a value of fixed size a request.
+"""Recurrences of the authors' code in traces: four operators that keep a value of fixed size a request, and one that
+restates a loop within a token.
 
     adaptc::convolve(x[1,T,C], weight[C,W], bias[C]?) -> [1,T,C]     y = bias + Σ weight[w] · x of W - 1 - w tokens before
     adaptc::recur(query[1,T,H,K], key[1,T,H,K], value[1,T,H,V], decay[1,T,H,K|1], beta[1,T,H]?, read) -> [1,T,H,V]
     adaptc::running_max(x[1,T,C], decay[1,T,C]) -> [1,T,C]           m = max(m + decay, x), from -inf
     adaptc::pool(value[1,T,S,C], gate[1,T,S,C], bias[m,S,C], rate m) -> [1,T,C]    as ``ops.recurrent`` says
+    adaptc::sinkhorn(x[1,T,N,N], iterations, eps) -> [1,T,N,N]       columns and rows in turn divided by sums
 
 ``recur`` holds S[K,V] a head, zeros at first: S = exp(decay) · S + key · uᵀ with u the value or, with ``beta``,
 beta · (value - keyᵀ · exp(decay) · S); the result is queryᵀ · S, of S "before" or "after" the token.
@@ -41,7 +43,10 @@ def operators() -> None:
     torch.library.register_fake("adaptc::running_max", lambda x, decay: torch.empty_like(x))
     torch.library.define("adaptc::pool", "(Tensor value, Tensor gate, Tensor bias, int rate) -> Tensor")
     torch.library.register_fake("adaptc::pool", lambda value, gate, bias, rate: torch.empty_like(value[:, :, 0]))
-    for name, written_out in (("convolve", _convolve), ("recur", _recur), ("running_max", _running_max), ("pool", _pool)):
+    torch.library.define("adaptc::sinkhorn", "(Tensor x, int iterations, float eps) -> Tensor")
+    torch.library.register_fake("adaptc::sinkhorn", lambda x, iterations, eps: torch.empty_like(x))
+    for name, written_out in (("convolve", _convolve), ("recur", _recur), ("running_max", _running_max), ("pool", _pool),
+                              ("sinkhorn", _sinkhorn)):
         torch.library.impl(f"adaptc::{name}", "CPU", written_out)
 
 
@@ -83,6 +88,12 @@ def _pool(value, gate, bias, rate):
         weights = torch.cat([gate[:, part, one] for one, part in enumerate(seen)], 1).softmax(1)
         results.append((weights * torch.cat([value[:, part, one] for one, part in enumerate(seen)], 1)).sum(1))
     return torch.stack(results, 1)
+
+
+def _sinkhorn(x, iterations, eps):
+    for number in range(2 * iterations - 1):
+        x = x / (x.sum(-1 if number % 2 else -2, keepdim=True) + eps)
+    return x
 
 
 # ---- where the authors' code has them
