@@ -463,7 +463,7 @@ class _Setup:
         made = {name: getattr(plan, name) for name in said if plan.states or name != "page_size"}
         rows = [group for group in plan.groups if group.kind == "rows"]
         if rows:
-            said |= {"kv": self.options.kv_dtype, "max_context": -(-plan.max_context // plan.page_size)}
+            said |= {"kv": self.options.kv_dtype, "max_context": -(-plan.max_context // rows[0].page_tokens(plan.page_size))}
             kept = next((s.dtype, s.scale) for s in plan.states if s.kind == "rows")
             made |= {"kv": next(name for name, pair in KEPT.items() if pair == kept), "max_context": rows[0].max_pages}
         for name in ("weights", "activations"):
