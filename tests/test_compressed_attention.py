@@ -7,7 +7,7 @@ from types import MethodType
 import numpy as np
 import pytest
 import torch
-from adaptc.capture import recurrence
+from adaptc.capture import hooks, recurrence
 from adaptc.capture.pipeline import capture_module
 from adaptc.errors import CaptureError
 from every_class import served
@@ -49,6 +49,7 @@ def test_a_compressor_that_computes_something_else_stays_the_authors(monkeypatch
     model = build("heavily_compressed_attention")
     layer = model.model.layers[0].self_attn.compressor
     kind, theirs = type(layer), type(layer).forward
+    hooks.operators()
     with recurrence.installed(model):
         assert "forward" in vars(layer)
 

@@ -51,16 +51,13 @@ def _entries(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> t
 
 def _rotated(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """x[1,T,C] or [1,T,H,C] with the rope of ``position_ids``."""
-    turn = _namespace(self)["apply_rotary_pos_emb"]
+    turn = inspect.unwrap(type(self).forward).__globals__.get("apply_rotary_pos_emb")
+    if turn is None:
+        raise CaptureError(f"the file of {type(self).__name__}'s forward has no apply_rotary_pos_emb.")
     cos, sin = self.rotary_emb(x, position_ids=position_ids, layer_type=self.rope_layer_type)
     heads = x if x.ndim == 4 else x.unsqueeze(2)
     turned = turn(heads.transpose(1, 2), cos, sin).transpose(1, 2)
     return turned if x.ndim == 4 else turned.squeeze(2)
-
-
-def _namespace(module: Any) -> dict[str, Any]:
-    """What the file of the module's forward has."""
-    return inspect.unwrap(type(module).forward).__globals__
 
 
 def _chosen(self, keys: torch.Tensor, hidden_states: torch.Tensor, q_residual: torch.Tensor,
