@@ -806,9 +806,7 @@ def _entries(w, entries, chosen, rate):
 
 
 def _latent_attention(w, q, row, mask, rows, scaling):
-    """q[1,H,T,D], row[1,1,T,D] → [1,T,H,D] and [1,T,H]; the rows a token sees are the mask's."""
-    if mask.kind not in ("causal", "sliding", "entries"):
-        raise CaptureError(f"its mask is {mask.kind}; adaptc's latent attention is causal, with or without a sliding window.")
+    """q[1,H,T,D], row[1,1,T,D] → [1,T,H,D] and [1,T,H]; the rows a token sees are the mask's (``shared_rows``)."""
     width = w.b.shape(row)[3]
     window, rate = (0, mask.window) if mask.kind == "entries" else (mask.window, 1)
     state = w.state(StateSpec((("latent", 1, width),), "f32", window, 0, 0, 0, rate=rate))

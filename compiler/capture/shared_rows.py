@@ -24,6 +24,9 @@ from adaptc.capture.walk import key
 HINT = ("adaptc's attention over several kinds of rows takes, beside a token's own ones, entries that stand for windows of "
         "tokens, each with a mask of its own.")
 
+KINDS = ("causal", "sliding")
+"""Masks of a token's own rows that latent attention has."""
+
 KEPT_APART = ("sinks",)
 """Operands of attention that need no part of it."""
 
@@ -42,15 +45,16 @@ def raised(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     CaptureError naming every attention over parts that aren't rows of tokens and entries."""
     graph, problems = exported.graph, []
     for node in [node for node in graph.nodes if key(node) == "adaptc.attention"]:
-        q, k, v, mask, extras, names, scaling, window, softcap = node.args
-        several = key(_plain(mask)) == "aten.cat"
+        _, k, v, mask, _, names, _, window, softcap = node.args
+        mask = _plain(mask)
+        several = key(mask) == "aten.cat"
         wide = k.meta["val"].shape[1] != 1 or softcap or {*names} - {*KEPT_APART} or k is not v
-        if wide and not several:
+        if not several and (wide or key(mask) != "adaptc.mask" or mask.args[2] not in KINDS):
             continue
         try:
             if wide:
                 raise Unproven("it has several heads of keys, values of their own, or more than sinks beside them")
-            _replace(graph, node, _parts(k, mask) if several else [_Part(k, mask, None)])
+            _replace(graph, node, _parts(k, mask, window) if several else [_part(k, mask, window)])
         except Unproven as reason:
             problems.append(f"{node.target} in {place_of(node)} isn't attention over rows and entries that adaptc has: {reason}")
     return finished(exported, problems, HINT)
@@ -62,20 +66,24 @@ def _plain(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def _parts(rows: torch.fx.Node, mask: torch.fx.Node) -> list[_Part]:
-    rows, mask = _plain(rows), _plain(mask)
+def _parts(rows: torch.fx.Node, mask: torch.fx.Node, window: int) -> list[_Part]:
+    rows = _plain(rows)
     if key(rows) != "aten.cat" or rows.args[1:] not in ((2,), (-2,)) or mask.args[1:] not in ((-1,), (3,)):
         raise Unproven(f"its mask has parts and its keys come of {rows.target} in {place_of(rows)}")
     if len(rows.args[0]) != len(mask.args[0]):
         raise Unproven(f"its keys have {len(rows.args[0])} parts and its mask {len(mask.args[0])}")
-    return [_part(*pair) for pair in zip(rows.args[0], mask.args[0])]
+    return [_part(*pair, window) for pair in zip(rows.args[0], mask.args[0])]
 
 
-def _part(rows: torch.fx.Node, mask: torch.fx.Node) -> _Part:
+def _part(rows: torch.fx.Node, mask: torch.fx.Node, window: int) -> _Part:
     mask = _plain(mask)
-    if key(mask) not in ("adaptc.mask", "adaptc.entries"):
+    if key(mask) == "adaptc.entries":
+        return _Part(rows, mask, mask.args[1])
+    if key(mask) != "adaptc.mask" or mask.args[2] not in KINDS:
         raise Unproven(f"a part of its mask comes of {mask.target} in {place_of(mask)}")
-    return _Part(rows, mask, mask.args[1] if key(mask) == "adaptc.entries" else None)
+    if window not in (0, mask.args[3]):
+        raise Unproven(f"it is given a window of {window} and a mask with one of {mask.args[3]}")
+    return _Part(rows, mask, None)
 
 
 def _replace(graph: torch.fx.Graph, node: torch.fx.Node, parts: Sequence[_Part]) -> None:
