@@ -266,8 +266,9 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
 @dataclass(frozen=True)
 class Sizes:
     """What is known of a model from its configuration alone. ``weights`` are bytes of the files, as it says that they are
-    stored; ``cache_token`` and ``cache_request`` bytes with ``kv`` rows and ``context`` tokens; ``cache_fixed`` what of the
-    latter is there whatever the length, by what it is; ``bodies`` how many places call each distinct body; ``notes``
+    stored; ``cache_token`` and ``cache_request`` bytes with ``kv`` rows and ``context`` tokens; ``cache_window`` what of
+    the former a token takes only while a window has it, ``cache_fixed`` what of the latter is there whatever the length,
+    by what it is; ``bodies`` how many places call each distinct body; ``notes``
     what to know of how this was found."""
 
     model: str
@@ -279,6 +280,7 @@ class Sizes:
     context: int
     cache_token: int
     cache_request: int
+    cache_window: int
     cache_fixed: dict[str, int]
     bodies: dict[str, int]
     coverage: Survey
@@ -300,7 +302,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     from adaptc.passes.pipeline import lower_to, run_passes
     from adaptc.passes.store_states import StoreStates
     from adaptc.planner.profile import profile
-    from adaptc.planner.sizes import active, cache_bytes, fixed_bytes
+    from adaptc.planner.sizes import active, cache_bytes, fixed_bytes, window_bytes
     from adaptc.sources import open_described
 
     setup = _Setup.of(target, CompileOptions.of(options))
@@ -323,7 +325,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     token, request = cache_bytes(whole, context)
     stored = sum(source.formats[name].published_bytes(shape) for name, shape in source.shapes.items())
     return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements), stored,
-                 kv, context, token, request, fixed_bytes(whole), _bodies(whole), coverage, rows, spent,
+                 kv, context, token, request, window_bytes(whole), fixed_bytes(whole), _bodies(whole), coverage, rows, spent,
                  (*source.notes(), *whole.fact("format_notes", ())))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import MethodType
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 import torch
 from adaptc.capture import hooks, recurrence
 from adaptc.capture.pipeline import capture_module
-from adaptc.errors import CaptureError
+from adaptc.errors import CaptureError, UnsupportedError
+from adaptc.sources.accounting import recorded_reads
+from adaptc.sources.described import DescribedSource
 from every_class import served
 from families import compile_family, forward, randomise, tokens_of
 from tiny_configs import tiny
@@ -78,3 +81,40 @@ def test_other_rows_that_are_appended_to_keys_are_refused_by_name(monkeypatch):
         capture_module(model, model.config, brief=False)
     said = str(caught.value)
     assert "isn't attention over rows and entries that adaptc has" in said and "model.layers.0.self_attn" in said
+
+
+# ---- what published configurations say
+
+OLD = {"model_type": "deepseek_v4", "num_hidden_layers": 3, "compress_ratios": [128, 4, 0, 0], "num_hash_layers": 1,
+       "compress_rate_csa": 8, "compress_rate_hca": 16, "topk_method": "noaux_tc"}
+"""Keys as the first files spell them; one layer more than there are, of those that guess further tokens."""
+
+
+def test_old_spellings_are_accounted_for_where_what_they_became_is_read():
+    from transformers import DeepseekV4Config
+
+    config = DeepseekV4Config(**OLD)
+    with recorded_reads(config, OLD, "m") as reads:
+        pass
+    assert {"compress_ratios", "num_hash_layers", "compress_rate_csa"} <= set(reads.unread_keys())
+    with recorded_reads(config, OLD, "m") as reads:
+        kinds = [config.compress_rates.get(kind) for kind in config.layer_types]
+        assert (kinds, config.mlp_layer_types) == ([16, 8, None], ["hash_moe", "moe", "moe"])
+    assert reads.unread_keys() == ()
+
+
+def test_experts_may_lie_in_another_format_and_what_the_class_keeps_wide_is_left(tmp_path):
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    keys = DeepseekV4Config(**tiny(DeepseekV4Config)).to_dict()
+    stated = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(keys | {"quantization_config": stated, "expert_dtype": "fp4"}))
+    source = DescribedSource(tmp_path)
+    with torch.device("meta"):
+        source.built(DeepseekV4ForCausalLM(source.config))
+    names = {name.removeprefix("model.layers.2."): format.name for name, format in source.formats.items()}
+    assert names["mlp.experts.gate_up_proj"] == "mxfp4" and names["self_attn.q_a_proj.weight"] == "fp8_128x128"
+    assert names["self_attn.compressor.kv_proj.weight"] == names["self_attn.sinks"] == source.dtype.name
+    (tmp_path / "config.json").write_text(json.dumps(keys | {"quantization_config": stated, "expert_dtype": "int3"}))
+    with pytest.raises(UnsupportedError, match="expert_dtype of .* is 'int3'"):
+        DescribedSource(tmp_path)

@@ -44,6 +44,11 @@ def cache_bytes(program: Program, context: int) -> tuple[int, int]:
     return ceil(sum(s.token_bytes() for s in states)), ceil(whole)
 
 
+def window_bytes(program: Program) -> int:
+    """Of the bytes of caches that a token takes, those that it takes only while it is in a window."""
+    return ceil(sum(slot.spec.token_bytes() for slot in program.states().values() if slot.spec.window))
+
+
 def fixed_bytes(program: Program) -> dict[str, int]:
     """Bytes that a request takes whatever its length, by what they are: the names of the states' parts."""
     sizes: dict[str, int] = {}
