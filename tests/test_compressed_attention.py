@@ -98,7 +98,7 @@ def test_old_spellings_are_accounted_for_where_what_they_became_is_read():
         pass
     assert {"compress_ratios", "num_hash_layers", "compress_rate_csa"} <= set(reads.unread_keys())
     with recorded_reads(config, OLD, "m") as reads:
-        kinds = [config.compress_rates.get(kind) for kind in config.layer_types]
+        kinds = [config.compress_rates.get(kind) for kind in config.layer_types[: config.num_hidden_layers]]
         assert (kinds, config.mlp_layer_types) == ([16, 8, None], ["hash_moe", "moe", "moe"])
     assert reads.unread_keys() == ()
 
