@@ -123,6 +123,16 @@ def test_it_is_the_meaning_however_the_tokens_come(name):
             assert all(np.array_equal(x, y[at]) for x, y in zip(got, whole)), (size, place)
 
 
+def test_gates_far_from_0_pool_as_others_do():
+    """Of a window's first token the gate is the largest so far, however small it is."""
+    case = Case("pool", [("T", 2, 20), ("T", 2, 20)], StateSpec.fixed("pool", 9, 20), {"rate": 4}, (13,))
+    case.floats[1][0] *= 1e4
+    places = [(0, p) for p in range(13)]
+    (got,), (wanted,) = case.step(places), case.expected(places)
+    assert np.isfinite(wanted).all()
+    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("size,iterations", [(4, 20), (2, 1), (8, 3)])
 def test_sinkhorn_is_its_meaning(size, iterations):
     x = np.random.default_rng(0).random((7, size, size)).astype(np.float32) + 1e-3

@@ -186,8 +186,8 @@ def _pool(attrs, value, gate, positions, requests, state: FixedState, bias=None)
         for one in range(series):
             top, total, weighed = before[one, 0]
             own = gate[t, one].astype(np.float64) + (0 if bias is None else bias[inside, one])
-            most = own if inside == 0 else np.maximum(top, own)
-            old, new = np.exp(top - most) * (inside > 0), np.exp(own - most)
+            most = np.maximum(top, own) if inside else own
+            old, new = np.exp(top - most) if inside else 0.0, np.exp(own - most)
             before[one, 0] = np.stack([most, total * old + new, weighed * old + value[t, one] * new])
         read = [before[one, series - 1 - one] for one in range(series) if window >= series - 1 - one]
         most = np.max([top for top, _, _ in read], 0)

@@ -129,7 +129,7 @@ class _Emitter:
         if place.memory == "symbol":
             return self._symbol(place.at)
         position = place.at + (frame if place.memory == "frame" else 0)
-        shape = "x".join(map(str, spec.shape)) or "1"
+        shape = "x".join(map(str, spec.shape)) or "scalar"
         return self._buffer(f"arena:{position}:{spec.dtype}:{shape}", "arena", spec, offset=position)
 
     # ---- operators

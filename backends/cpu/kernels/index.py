@@ -75,7 +75,7 @@ class Candidates:
     def offer(self, score: Value, position: Value) -> None:
         """Keeps a position, later than those before it, whose score (f32) is above that of the last one wanted."""
         e = self.e
-        bits = e.cast("bitcast", score, "i32")
+        bits = e.cast("bitcast", e.add(score, 0.0), "i32")  # -0, as underflow leaves it, is no less than 0
         ordered = e.xor(bits, e.or_(e.sar(bits, 31), -(2**31)))
         with e.when(e.compare("sgt", e.cast("extui", ordered, "i64"), self.least.get())):
             with e.when(e.compare("eq", self.count.get(), self.capacity)):
