@@ -40,6 +40,7 @@ class StoreStates:
             "fixed": lambda rate: {"page_size": self.page_size, "max_pages": SLOT_ENTRIES},
         }
         with program.editing():
-            types = {name: dialect.to_type(replace(slot.spec, key_block=self.key_block, **kept[slot.spec.kind](slot.spec.rate)))
-                     for name, slot in program.states().items()}
+            specs = {name: slot.spec for name, slot in program.states().items()}
+            types = {name: dialect.to_type(replace(spec, key_block=self.key_block, **kept[spec.kind](spec.rate)))
+                     for name, spec in specs.items()}
         retype(program, types)

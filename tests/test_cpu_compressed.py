@@ -3,6 +3,7 @@ against the operators' meanings, and its bit-for-bit laws."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +28,7 @@ class Case:
         self.op, self.attrs, self.lengths, self.operator = op, attrs, lengths, row(op)
         if state.kind == "rows":
             most = -(-max(lengths) // page_tokens(page_size, state.rate)) + 1
-            state = StateSpec(state.parts, state.dtype, state.window, page_rows(page_size, state.rate), 16, most, rate=state.rate)
+            state = replace(state, page_size=page_rows(page_size, state.rate), key_block=16, max_pages=most)
         self.state, rng = state, np.random.default_rng(0)
         self.rng, self.chosen = rng, chosen
         self.floats = [[rng.standard_normal((n, *shape[1:])).astype(np.float32) for n in lengths] if shape[0] == "T" else
@@ -49,7 +50,8 @@ class Case:
     def operands(self, places, held):
         """Of a step over ``places``, (request, position) of each token."""
         at = [np.array([p[i] for p in places], np.int32) for i in (1, 0)]
-        given = iter([np.stack([x[r][p] for r, p in places]) if shape[0] == "T" else x for x, shape in zip(self.floats, self.shapes)])
+        given = iter([np.stack([x[r][p] for r, p in places]) if shape[0] == "T" else x
+                      for x, shape in zip(self.floats, self.shapes)])
         names = [n.rstrip("?") for n in self.operator.operands]
         made = []
         for name in names:
@@ -70,8 +72,9 @@ class Case:
                 old, new = self.table[request]
                 self.free += [old] if old >= 0 else []
                 self.table[request] = new, self.free.pop(0)
-        specs = [TensorSpec({"f": "f32", "i": "i32"}[o.dtype.kind], (("T", *o.shape[1:]) if len(o) == len(places) and name != "bias" else o.shape))
-                 if isinstance(o, np.ndarray) else self.state for o, name in zip(operands, [n.rstrip("?") for n in self.operator.operands])]
+        specs = [self.state if isinstance(o, tuple) else TensorSpec(
+                     {"f": "f32", "i": "i32"}[o.dtype.kind], o.shape if name == "bias?" else ("T", *o.shape[1:]))
+                 for o, name in zip(operands, self.operator.operands)]
         attrs = self.operator.complete(self.attrs)
         spec = OpSpec(self.op, tuple(specs), self.operator.results(attrs, specs), attrs)
         return run(KERNELS, spec, operands, (len(places), len(self.lengths), 1), threads)

@@ -27,8 +27,8 @@ RATE, SERIES, WIDTH, HEADS, TURNED, TOP_K = 4, 2, 8, 16, 4, 3
 
 
 def compressor(self, hidden_states, q_residual, position_ids, cache=None, layer_idx=None, **_):
-    """hidden_states [1,T,D], position_ids [1,T] → entries [1,1,T,C] and the mask [1,1,T,T] of those that a token sees; of an
-    index, the rows [1,T,k] of the entries that each token chooses, ascending, then -1."""
+    """hidden_states [1,T,D], position_ids [1,T] → entries [1,1,T,C] and the mask [1,1,T,T] of those that a token sees; of
+    an index, the rows [1,T,k] of the entries that each token chooses, ascending, then -1."""
     if cache is not None:
         raise CaptureError("a compressor is given a cache; adaptc captures it from the start of a sequence, without.")
     entries = _entries(self, hidden_states, position_ids)

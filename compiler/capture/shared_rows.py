@@ -56,7 +56,8 @@ def raised(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgr
                 raise Unproven("it has several heads of keys, values of their own, or more than sinks beside them")
             _replace(graph, node, _parts(k, mask, window) if several else [_part(k, mask, window)])
         except Unproven as reason:
-            problems.append(f"{node.target} in {place_of(node)} isn't attention over rows and entries that adaptc has: {reason}")
+            problems.append(f"{node.target} in {place_of(node)} isn't attention over rows and entries that adaptc has: "
+                            f"{reason}")
     return finished(exported, problems, HINT)
 
 

@@ -162,8 +162,8 @@ def _infer_pool(attrs, operands):
     value, gate, positions, requests, state, *bias = operands
     three = len(value.shape) == 3 and all(isinstance(d, int) for d in value.shape[1:])
     tokens, *inner = value.shape
-    _check_floats("pool", value=(value, "[T, S, C]", three), gate=(gate, f"{list(value.shape)}", gate.shape == value.shape),
-                  **{"bias": (b, f"[{attrs['rate']}, S, C]", b.shape == (attrs["rate"], *inner)) for b in bias})
+    _check_floats("pool", value=(value, "[T, S, C]", three),
+                  gate=(gate, f"{list(value.shape)}", gate.shape == value.shape), **{"bias": (b, f"[{attrs['rate']}, S, C]", b.shape == (attrs["rate"], *inner)) for b in bias})
     expect(attrs["rate"] >= 1, f"pool: the rate is {attrs['rate']}, expected the tokens of a window, 1 at least.")
     _check_places("pool", tokens, positions, requests)
     _check_state("pool", state, 3 * len(pooled(inner[0])), inner[1])

@@ -371,7 +371,8 @@ def emit_pool(params: Mapping[str, Any], symbol: str, level: Level) -> str:
                 position = load_index(e, positions, token.index)
                 window, inside = e.div(position, rate), e.rem(position, rate)
                 opens = e.compare("eq", inside, 0)
-                load = lambda p, row: e.load(e.at(p, e.add(e.mul(row, count), first), "f32"), e.floats, mask=mask)  # noqa: E731
+                at = lambda p, row: e.at(p, e.add(e.mul(row, count), first), "f32")  # noqa: E731
+                load = lambda p, row: e.load(at(p, row), e.floats, mask=mask)  # noqa: E731
                 before = {place: token.args[3 * i : 3 * i + 3] for i, place in enumerate(kept)}
                 now = {}
                 for one, ago in kept:
@@ -400,8 +401,7 @@ def emit_pool(params: Mapping[str, Any], symbol: str, level: Level) -> str:
                 for top, sums in zip(tops, read):
                     weight = vmath.exp_of_negative(e, e.sub(top, most))
                     total, weighed = (e.fma(part, weight, so_far) for part, so_far in zip(sums, (total, weighed)))
-                place = e.at(out, e.add(e.mul(token.index, count), first), "f32")
-                e.store(e.div(weighed, total), place, mask=mask)
+                e.store(e.div(weighed, total), at(out, token.index), mask=mask)
                 token.end(*(x for place in kept for x in now[place]))
             for j, row in enumerate(token.results):
                 e.store(row, e.at(new, j * count, "f32"), mask=mask)
