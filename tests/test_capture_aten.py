@@ -46,7 +46,7 @@ FUNCTIONS = {
     "windows": lambda m, x: windows(m, x) + F.pad(x, (0, 0, 1, -1)),
     "tokens_before": lambda m, x: torch.cat((x.new_ones(1, 2, 32), x[:, :-2]), 1),
     "log1p_of_little": lambda m, x: torch.log1p(small(x)) * 1e6 + torch.log1p(x.abs()),
-    "softplus": lambda m, x: F.softplus(x * 8 - 13) * 1e5 + F.softplus(x * 30) + F.softplus(x, 0.5),
+    "softplus": lambda m, x: F.softplus(x * 8 - 13) * 1e5 + F.softplus(x * 30) + F.softplus(x, 0.5) + F.softplus(x, 2, 1),
     "logsigmoid": lambda m, x: F.logsigmoid(8 * x + 13) * 1e5 + F.logsigmoid(30 * x),
     "weight_times_columns": lambda m, x: (torch.linspace(-1, 1, 32 * 32).view(32, 32) @ x.transpose(1, 2)).transpose(1, 2),
     "rsub_alpha": lambda m, x: torch.rsub(x, 2.0 * x + 1, alpha=3),
@@ -64,10 +64,13 @@ FUNCTIONS = {
     "write_one": lambda m, x: torch.select_scatter(x, x[..., 3] * 2, -1, 5),
     "write_every_third": lambda m, x: x.slice_scatter(x[..., :10] * 2, -1, 1, 30, 3),
     "write_every_second_to_the_end": lambda m, x: x.slice_scatter(x[..., :16] * 2, -1, 1, None, 2),
+    "numbers_and_bfloat16": lambda m, x: (x.bfloat16() * 1.7).float(),
     "pick_columns": lambda m, x: x * x[..., torch.tensor([3, 1, 1, 30]).repeat(8)],
     "variance": lambda m, x: x * x.var(-1, keepdim=True) + x.var(-1, correction=0)[..., None] + x.var(2, False, True),
     "rms_norm": lambda m, x: torch.rms_norm(x, (32,)) + torch.rms_norm(x, (32,), x.new_full((32,), 1.5), 1e-3),
     "scatter": lambda m, x: x.scatter(-1, x.topk(3)[1], 0.25),
+    "numbers_in_rows": lambda m, x: (x.unsqueeze(-2) * torch.tensor([[1.0] * 32, [2.0, 3.0] * 16])).sum(-2),
+    "scatter_elements": lambda m, x: x.scatter(-1, x.topk(3)[1], x[..., :3] - 2),
     "elements_of_a_vector": lambda m, x: x * torch.linspace(-1, 1, 32)[x.topk(3)[1]].sum(-1, keepdim=True),
 }
 
@@ -89,7 +92,12 @@ def test_operators_mean_what_torchs_do(name):
 
 @pytest.mark.parametrize("function, words", [
     (lambda m, x: x * (~torch.arange(32)), "works on the bits of i32"),
-    (lambda m, x: x.scatter(-1, x.topk(32)[1], x * 2), "writes a tensor's elements at chosen places"),
+    (lambda m, x: x.scatter(-1, x.topk(3)[1], x * 2), "expected f32, and one for each"),
+    (lambda m, x: x.scatter(-1, torch.tensor([[[1, 3]]]), 0.25), "writes rows"),
+    (lambda m, x: x * torch.linspace(-1, 1, 99)[x.shape[1]], "picks row T"),
+    (lambda m, x: torch.view_as_complex(x.view(1, -1, 16, 2)).abs().repeat(1, 1, 2), "a complex tensor"),
+    (lambda m, x: F.dropout(x, 0.5), "drops elements at random"),
+    (lambda m, x: x * 2 if x.shape[1] == 60 else x, "Ne(T, 60)"),
 ])  # fmt: skip
 def test_what_has_another_meaning_is_refused(function, words):
     assert words in error(llama(function))

@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from adaptc.capture import capture_module
-from adaptc.errors import CaptureError
+from adaptc.errors import CaptureError, InputError
 
 torch.set_num_threads(1)
 
@@ -114,6 +114,18 @@ def test_masks_of_another_kind():
     assert "or_mask_function" in message and "gemma3_text" in message
 
 
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_of_no_tokens(window):
+    module = AutoModelForCausalLM.from_config(MistralConfig(**SMALL, sliding_window=window), dtype=torch.float32)
+    assert re.search(rf"model.layers.0.self_attn .*its mask is sliding, .*no width of it, or {window}", error(module))
+
+
+def test_a_context_below_zero():
+    module = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), dtype=torch.float32)
+    with pytest.raises(InputError, match="-5 tokens at most"):
+        capture_module(module, LlamaConfig(**SMALL | dict(max_position_embeddings=-5)))
+
+
 def test_hooks_are_removed_after_an_error():
     from transformers import masking_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -136,3 +148,51 @@ def test_large_buffers():
         mixer.table = mixer.table.long()
     message = error(module)
     assert "lm_head.0.table" in message and "131072" in message
+
+
+class Counting(torch.nn.Module):
+    """Gives another result in every forward: ``write`` says how it keeps ``seen``."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.register_buffer("seen", torch.ones(1), persistent=False)
+        self.other = torch.ones(1)
+
+    def forward(self, x):
+        return self.write(self, x)
+
+
+def replaced(m, x):
+    m.seen = m.seen * 2
+    return x * m.seen
+
+
+def no_buffer(m, x):
+    m.other = m.other * 2
+    return x * m.other
+
+
+def left_for(m, x):
+    y = x * m.seen
+    m.seen.copy_(x[:, -1, :1].sum())
+    return y
+
+
+@pytest.mark.parametrize("write", [lambda m, x: x * m.seen.add_(1), left_for, replaced, no_buffer])
+def test_what_a_forward_leaves_for_the_next_one_is_refused(write):
+    module = llama(None)
+    module.lm_head[0] = Counting(write)
+    message = error(module)
+    assert "read by the next one" in message and "module lm_head.0" in message, message
+
+
+def logged(m, x):
+    m.seen.add_(x.sum())
+    return x
+
+
+def test_what_no_forward_reads_may_be_written():
+    module = llama(None)
+    module.lm_head[0] = Counting(logged)
+    assert capture_module(module, module.config).stage == "captured"

@@ -69,6 +69,14 @@ def changed(q, k, weights, mask):
     return scaled_first(q, k, weights, mask) + 1
 
 
+def slanted(q, k, weights, mask):
+    return choose(summed(weights, torch.relu(products(q, k))) + 0.1 * torch.arange(mask.shape[-1]) + mask)
+
+
+def smallest(q, k, weights, mask):
+    return (summed(weights, torch.relu(products(q, k))) + mask).topk(TOP_K, largest=False).indices
+
+
 class Sparse(torch.nn.Module):
     """One layer of attention over what ``choice`` chooses."""
 
@@ -132,7 +140,7 @@ def test_it_is_raised_and_chooses_the_same(choice):
 @pytest.mark.parametrize("choice, said", [
     (not_cut, "negative ones too"), (near, "looks at some of the tokens"), (without_heads, "not a sum over heads"),
     (squared, "go through aten.pow"), (by_the_seen, "chooses among the tokens that look"),
-    (changed, "goes through aten.add")])
+    (changed, "goes through aten.add"), (slanted, "bias by distance"), (smallest, "smallest scores")])
 def test_another_way_to_choose_is_refused_by_name(choice, said):
     with pytest.raises(CaptureError, match=rf"aten.topk.default in .*isn't an index that adaptc has: .*{said}"):
         raised(choice)
@@ -141,3 +149,16 @@ def test_another_way_to_choose_is_refused_by_name(choice, said):
 def test_where_all_tokens_are_chosen_there_are_as_many_as_a_sequence_may_have():
     _, program = raised(lambda q, k, w, mask: (summed(w, torch.relu(products(q, k))) + mask).topk(mask.shape[-1]).indices)
     assert [attrs_of(op)["top_k"] for _, op in program.operators() if short_name(op) == "index_rows"] == [64]
+
+
+def test_numbers_of_blocks_from_an_index_that_isnt_restated_are_refused():
+    """They aren't rows: attention would read the wrong ones."""
+    hooks.operators()
+    heads, mask, problems = torch.zeros(1, 2, 5, 4, device="meta"), torch.zeros(1, 1, 5, 5, device="meta"), Problems()
+    attend = hooks._attention({}, problems)
+    read, _ = attend(torch.nn.Identity(), heads, heads, heads, mask, block_indices=torch.zeros(1, 5, 2, 6, device="meta"))
+    assert read.shape == (1, 5, 2, 4)
+    problems.check()
+    attend(torch.nn.Identity(), heads, heads, heads, mask, block_indices=torch.zeros(1, 2, 5, 3, device="meta"))
+    with pytest.raises(CaptureError, match="is given block_indices"):
+        problems.check()

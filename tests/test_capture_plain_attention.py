@@ -195,6 +195,21 @@ def far_sight(m, q, k, v, mask):
     return finish(product(q, k).masked_fill((j > i) & (i < 45), LEAST), v)
 
 
+def far_chunks(m, q, k, v, mask):
+    """Of about 50 tokens, bounded by what is no integer."""
+    i, j = counted(q.shape[2])
+    return finish(product(q, k).masked_fill((j > i) | ((i * 0.02).int() != (j * 0.02).int()), LEAST), v)
+
+
+def window_by_count(m, q, k, v, mask):
+    i, j = counted(q.shape[2])
+    return finish(product(q, k).masked_fill((j > i) | (i - j >= 60 - q.shape[2]), LEAST), v)
+
+
+def dropped(m, q, k, v, mask):
+    return finish(torch.nn.functional.dropout(product(q, k)) + mask, v)
+
+
 def by_distance(m, q, k, v, mask):
     i, j = counted(q.shape[2])
     return finish(product(q, k) - (i - j).abs() ** 2 + mask, v)
@@ -248,6 +263,9 @@ REFUSED = {
     chunks: "of 5 tokens",
     barely_masked: "token 0 sees token 1",
     far_sight: "token 45 sees token 46",
+    far_chunks: "of 64 tokens, token 14 sees token 0",
+    window_by_count: "depends on the number of tokens",
+    dropped: "drops elements at random",
     by_distance: "a bias by distance",
     rounded_by_key: "tokens show",
     factor_by_distance: "several factors",
@@ -360,6 +378,20 @@ def test_integers_in_masks_are_tried():
         program = capture_module(module, module.config)
     (op,) = (op for _, op in program.operators() if short_name(op) == "attention")
     assert attrs_of(op)["window"] == 50
+
+
+def test_computed_bounds_of_masks_are_seen():
+    """A window of 6 · 7 tokens, whose number isn't there before it is computed."""
+    module = model()
+
+    def window(m, q, k, v, mask):
+        i, j = counted(q.shape[2])
+        return finish((product(q, k) + mask).masked_fill((i - j) // 6 >= 7, LEAST), v)
+
+    with patched(window):
+        program = capture_module(module, module.config)
+    (op,) = (op for _, op in program.operators() if short_name(op) == "attention")
+    assert attrs_of(op)["window"] == 42
 
 
 def test_every_refusal_is_listed():

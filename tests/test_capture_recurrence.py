@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from adaptc.capture import hooks, recurrence
+from adaptc.capture import block_index, hooks, pooled_index, recurrence
 from adaptc.capture.scans import CHUNK, SCANS
+from adaptc.errors import CaptureError
 from adaptc.ops.mixing import FixedState
 from adaptc.ops.table import row
 from adaptc.protocol import StateSpec
@@ -42,8 +43,15 @@ AUTHORS = {
     "wrap_chunkwise_arbitrary_sequence_length": ("xlstm", mlstm),
     "_rnn_scan": ("recurrent_gemma", lambda file: file.RecurrentGemmaRglru._rnn_scan),
     "decay_factors": ("minimax", lambda file: file.MiniMaxLightningAttention.forward),
+    block_index.PARTS: ("minimax_m3_vl", lambda file: file.MiniMaxM3VLIndexer.forward),
+    pooled_index.PARTS: ("qwen4_exp", lambda file: file.Qwen4ExpTextQSAIndexer.forward),
+    "prepare_dynamic_mask": ("doge", lambda file: file.DogeAttention.prepare_dynamic_mask),
 }
 """Name → the file of transformers that has it, and the authors' function."""
+
+OWNERS = {"decay_factors": "MiniMaxLightningAttention", block_index.PARTS: "MiniMaxM3VLIndexer",
+          pooled_index.PARTS: "Qwen4ExpTextQSAIndexer"}
+"""Name → the class whose forward it is, where an example is made of one."""
 
 
 def file_of(name):
@@ -55,12 +63,13 @@ def file_of(name):
 @pytest.mark.parametrize("name", [name for name, scan in SCANS.items() if scan.place != "parts"])
 def test_a_restatement_gives_what_the_authors_code_gives(name, t):
     file = file_of(name)
-    owner = file.MiniMaxLightningAttention.__new__(file.MiniMaxLightningAttention) if name == "decay_factors" else None
+    kind = OWNERS.get(name) and getattr(file, OWNERS[name])
+    owner = kind and kind.__new__(kind)
     torch.manual_seed(t)
     args, keywords = SCANS[name].example(owner, t)
     with torch.no_grad():
         wanted, got = (f(*args, **keywords) for f in (AUTHORS[name][1](file), SCANS[name].restated))
-    wanted, got = (x[0] if isinstance(x, tuple) else x for x in (wanted, got))
+    wanted, got = (SCANS[name].compared(args, x) for x in (wanted, got))
     assert got.shape == wanted.shape and got.dtype == wanted.dtype
     assert torch.isfinite(wanted).all() and wanted.abs().max() > 1e-3
     np.testing.assert_allclose(got.numpy(), wanted.numpy(), rtol=2e-5, atol=2e-5 * float(wanted.abs().max()))
@@ -106,6 +115,39 @@ def test_code_of_a_scans_name_that_computes_something_else_stays():
     other.__name__ = "rwkv_linear_attention"
     with mock.patch.object(file, "rwkv_linear_attention", other), recurrence.installed(module):
         assert file.rwkv_linear_attention is other
+
+
+def scaled(time_decay, time_first, key, value, state=None, return_state=False, scale=1.0):
+    """RWKV's own with an argument more."""
+    return SCANS["rwkv_linear_attention"].restated(time_decay, time_first, key, value)[0] * scale, None
+
+
+def test_arguments_that_a_restatement_lacks_are_refused():
+    from transformers.models.rwkv import modeling_rwkv as file
+
+    scaled.__name__ = "rwkv_linear_attention"
+    args, _ = SCANS["rwkv_linear_attention"].example(None, 5)
+    with mock.patch.object(file, "rwkv_linear_attention", scaled), recurrence.installed(small()):
+        torch.testing.assert_close(file.rwkv_linear_attention(*args)[0], scaled(*args)[0])
+        with pytest.raises(CaptureError, match="rwkv_linear_attention is given scale"):
+            file.rwkv_linear_attention(*args, scale=0.5)
+
+
+class Griffin(torch.nn.Module):
+    """RecurrentGemma's recurrence, times an attribute."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def _rnn_scan(self, *args):
+        return SCANS["_rnn_scan"].restated(self, *args)[0] * self.factor, None
+
+
+def test_a_method_is_tried_on_each_module():
+    one, other = Griffin(1.0), Griffin(0.5)
+    with recurrence.installed(torch.nn.ModuleList([one, other])):
+        assert "_rnn_scan" in vars(one) and "_rnn_scan" not in vars(other)
 
 
 @pytest.mark.parametrize("name", ["convolve", "recur", "recur_before", "recur_delta", "running_max"])

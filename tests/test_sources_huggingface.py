@@ -108,6 +108,10 @@ def test_missing_extra_misshapen_and_waived_tensors(folder):
         bind(**{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
     with pytest.raises(InputError, match=r"'model.norm.weight' has the shape \(64,\), but .* has \(65,\)"):
         bind(**{"model.norm.weight": torch.zeros(65)})
+    with pytest.raises(InputError, match=r"\(1\) .*no tensor for 'model.layers.0.input_layernorm.weight'.*\(2\) .*has the "
+                                         r"shape .*; .* has the shape .*\(3\) .*no use for 'y', which"):
+        bind(**{"model.layers.0.input_layernorm.weight": None, "model.norm.weight": torch.zeros(65),
+                "model.embed_tokens.weight": torch.zeros(3, 3), "y": torch.zeros(2)})
     with pytest.raises(UnsupportedError, match="'x' in model.safetensors is stored as I16"):
         bind(x=torch.zeros(3, dtype=torch.int16))
     with pytest.raises(UnsupportedError, match="'x' in model.safetensors holds whole numbers beyond 16777216"):

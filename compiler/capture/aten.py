@@ -88,7 +88,19 @@ def _binary(name: str, neutral: float | None = None, swapped: bool = False) -> R
             y = w.b.mul(y, w.value(alpha))
         return w.b.op(name, x, y)
 
-    return rule
+    def exact(w, x, y, alpha=1):
+        """Numbers aren't rounded to a tensor's short dtype: torch computes in float32."""
+        numbers = isinstance(x, (int, float)) or isinstance(y, (int, float)) or alpha != 1
+        if w.dtype not in ("f16", "bf16") or not numbers:
+            return rule(w, x, y, alpha)
+        x, y = (v if isinstance(v, (int, float)) else w.value(v, "f32") for v in (x, y))
+        short, w.dtype = w.dtype, "f32"
+        try:
+            return w.b.cast(rule(w, x, y, alpha), dtype=short)
+        finally:
+            w.dtype = short
+
+    return exact
 
 
 WIDENING = ("i1", "i8", "i32", "f16", "bf16", "f32", "f64")
@@ -156,11 +168,18 @@ def _log1p(w, x):
     return w.b.select(lost, x, w.b.select(large, w.b.log(u), exact))
 
 
+EXACT_FROM = 18
+"""From here on log(1 + exp(x)) is x in float32."""
+
+
 def _softplus(w, x, beta=1, threshold=20):
-    """log(1 + exp(beta·x)) / beta: never an overflow, whatever the threshold."""
+    """log(1 + exp(beta·x)) / beta, and x where beta·x is above the threshold, which matters for a small one only."""
     scaled = x if beta == 1 else w.b.mul(w.value(x), w.value(beta))
     result = w.b.add(w.b.max(scaled, w.value(0)), _log1p(w, w.b.exp(w.b.neg(w.b.abs(scaled)))))
-    return result if beta == 1 else w.b.mul(result, w.value(1 / beta))
+    result = result if beta == 1 else w.b.mul(result, w.value(1 / beta))
+    if threshold >= EXACT_FROM:
+        return result
+    return w.b.select(w.b.compare(scaled, w.value(threshold), predicate="gt"), w.value(x), result)
 
 
 def _log_sigmoid(w, x):
@@ -338,6 +357,8 @@ def _condition(x: ir.Value) -> ir.Value | None:
 
 def _select(w, x, dim, index):
     size = w.b.shape(x)[dim]
+    if not isinstance(index, int):
+        raise CaptureError(f"it picks row {index} by the number of tokens, which other tokens of a step would change.")
     index = index + size if isinstance(size, int) and index < 0 else index
     return w.b.reshape(_cut(w, x, dim, index, index + 1), shape=w.shape)
 
@@ -523,16 +544,25 @@ def _index_select(w, x, dim, index):
 
 
 def _scatter(w, x, dim, index, value):
-    """``value`` at the places along the last dimension that ``index`` names."""
+    """``value``, or its element for each place, at the places along the last dimension that ``index`` names: if it names one
+    twice, torch says of elements that any of them may be written."""
     _last(w, x, dim, "writes")
-    if isinstance(value, ir.Value) and w.b.rank(value):
-        raise CaptureError("it writes a tensor's elements at chosen places; adaptc captures writing one value.")
     shape = w.b.shape(index)
+    if shape[:-1] != w.b.shape(x)[:-1]:
+        raise CaptureError(f"it writes rows {shape} of {w.b.shape(x)}; expected as many.")
     count = w.b.shape(x)[-1]
     numbers = w.b.constant(value=list(range(count)), shape=(count,), dtype="i32")
     named = w.b.compare(w.b.reshape(w.value(index, "i32"), shape=(*shape, 1)), numbers, predicate="eq")
-    hits = w.b.reduce(w.b.cast(named, dtype="f32"), kind="max", axes=(len(shape) - 1,), keepdims=False)
-    return w.b.select(w.b.compare(hits, w.b.scalar(0.5), predicate="gt"), w.value(value), w.value(x))
+    axis = len(shape) - 1
+    hits = w.b.reduce(w.b.cast(named, dtype="f32"), kind="max", axes=(axis,), keepdims=False)
+    value = w.value(value)
+    if w.b.rank(value):
+        if w.b.shape(value) != shape or w.dtype != "f32":
+            raise CaptureError(f"it writes {w.dtype} elements {w.b.shape(value)} at places {shape}; expected f32, and one for "
+                               "each.")
+        value = w.b.select(named, w.b.reshape(value, shape=(*shape, 1)), w.value(-math.inf))
+        value = w.b.reduce(value, kind="max", axes=(axis,), keepdims=False)
+    return w.b.select(w.b.compare(hits, w.b.scalar(0.5), predicate="gt"), value, w.value(x))
 
 
 # ---- tensors out of nothing
@@ -550,7 +580,7 @@ def _arange(w, *bounds):
     if any(isinstance(bound, str) for bound in (start, end, step)):
         raise CaptureError(f"it counts from {start} to {end} in steps of {step}; of dynamic ranges only those with one "
                            "number for each token have a meaning for a step that continues a sequence.")
-    cast = float if w.dtype.startswith("f") else int
+    cast = int if w.dtype.startswith("i") else float
     return w.b.constant(value=[cast(v) for v in _range(start, end, step)], shape=w.shape, dtype=w.dtype)
 
 
@@ -762,7 +792,7 @@ def _mask(w, like, padding, kind, window, blocks=None):
 
 def _constant(w, values, shape, dtype, device):
     numbers = [float(x) if w.dtype.startswith("f") else int(x) for x in values]
-    return w.b.constant(value=numbers if w.shape else numbers[0], shape=w.shape, dtype=w.dtype)
+    return w.b.constant(value=np.reshape(numbers, w.shape).tolist(), shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):
@@ -775,6 +805,9 @@ def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
     if getattr(mask, "kind", None) not in ("causal", "sliding", "chunked"):
         kind = getattr(mask, "kind", "computed")
         raise CaptureError(f"its mask is {kind}; adaptc's attention is causal, with or without a sliding window or chunks.")
+    if mask.kind != "causal" and mask.window < 1:
+        raise CaptureError(f"its mask is {mask.kind}, and the configuration says no width of it, or {mask.window}; expected "
+                           "1 or more tokens.")
     if window not in (0, mask.window):
         raise CaptureError(f"the attention is given a window of {window} and a mask with one of {mask.window}.")
     if "pairs" in names:
@@ -815,6 +848,15 @@ def _latent_attention(w, q, row, mask, rows, scaling):
     results = w.b.latent_attention(*operands, w.positions, w.requests, state, *chosen, scaling=scaling, value_width=width,
                                    window=window, lse=True, extras=("rows",) if chosen else ())
     return tuple(w.b.reshape(x, shape=(1, *w.b.shape(x))) for x in results)
+
+
+def _index_blocks(w, query, key, top_k, block, local):
+    """query[1,T,H,D], key[1,T,D] → i32[1,T,H,top_k · block]."""
+    _, tokens, heads, width = w.b.shape(query)
+    state = w.state(StateSpec((("index", 1, width),), "f32", 0, 0, 0, 0))
+    rows = w.b.index_blocks(w.b.reshape(query, shape=(tokens, heads, width)), w.b.reshape(key, shape=(tokens, width)),
+                            w.positions, w.requests, state, top_k=top_k, block=block, local=local)
+    return w.b.reshape(rows, shape=w.shape)
 
 
 def _rows(w, x):
@@ -976,6 +1018,7 @@ TABLE: dict[str, Rule] = {
     "adaptc.index_rows": _index_rows,
     "adaptc.entries": _entries,
     "adaptc.latent_attention": _latent_attention,
+    "adaptc.index_blocks": _index_blocks,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
     "adaptc.constant": _constant,

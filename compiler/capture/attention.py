@@ -8,7 +8,7 @@ computed for some T: what a mask means is decided by its elements, however it wa
 before it, or the last W of them, with equal factors and, up to a constant for each token, which softmax takes away, no
 shift or one that grows evenly with the key's position (ALiBi: a slope for each head); others must be masked. The T that
 are tried lie around every integer that the mask is made with, so that none of them can change the rule beyond what was
-tried.
+tried, and a large one is tried too, as integers can also be computed (10 · 10), and bounds be no integers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch.utils import _pytree as pytree
 
@@ -40,7 +41,8 @@ LARGEST = 8200
 """Most tokens that a mask is tried for: a quarter of a gigabyte in float32."""
 
 ELEMENTS = 2**24
-"""Elements of the largest bias that is tried for being even: one that was rounded on the way is so for few tokens only."""
+"""Elements of the largest mask and bias that are tried in any case. A bias that was rounded on the way is even for few
+tokens only."""
 
 EVEN = 4 * torch.finfo(torch.float32).eps
 """By how much of its largest value a bias may be off: it is a product and a difference, of float32."""
@@ -436,7 +438,8 @@ class Masks:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             expression = value.node.expr
-            return (str(expression), frozenset()) if expression.free_symbols <= {self.symbol} else None
+            numbers = _integers(int(n) for n in expression.atoms(sympy.Integer))
+            return (str(expression), numbers) if expression.free_symbols <= {self.symbol} else None
         if node in self.tensors:
             tensor = self.tensors[node]
             kept = tensor.detach().contiguous().reshape(-1)
@@ -639,8 +642,8 @@ def _mask(like: torch.Tensor, padding: torch.Tensor | None, kind: str, window: i
 
 
 def _rule(scores: Callable[[int], Affine], lengths: list[int], heads: tuple[int, ...], most: int) -> Rule:
-    """The rule that holds for all ``lengths``, in ascending order; a bias by distance must also for a longer one, of at
-    most ``most`` tokens. ``heads``: the scores' leading dimensions."""
+    """The rule that holds for all ``lengths``, in ascending order, and for a longer one, of at most ``most`` tokens.
+    ``heads``: the scores' leading dimensions."""
     scales, windows, plain, slopes = set(), set(), 0, None
     lengths = [*lengths]
     for count in lengths:
@@ -653,8 +656,9 @@ def _rule(scores: Callable[[int], Affine], lengths: list[int], heads: tuple[int,
         scales.add(_factor(form, count, window))
         if slopes is None:
             slopes = _slopes(form, heads)
-            long = min(most, math.isqrt(ELEMENTS // math.prod(heads)))
-            lengths += [long] if slopes.any() and long > lengths[-1] else []
+            masks = math.prod(heads) if slopes.any() else max(form.scale.numel(), form.shift.numel()) // count**2
+            long = min(most, math.isqrt(ELEMENTS // max(masks, 1)))
+            lengths += [long] if long > lengths[-1] else []
         _check_even(form, count, window, slopes, heads)
         if window < count:
             windows.add(window)

@@ -80,7 +80,11 @@ def _found(choice: torch.fx.Node, masks: Masks, context: int) -> Found:
             break
         chain.insert(0, node)
         node = data[0]
+    if not all(choice.args[3:4]) or not choice.kwargs.get("largest", True):
+        raise Unproven("it chooses the smallest scores")
     rule = masks.rule(node, chain)
+    if rule.slopes:
+        raise Unproven("a bias by distance is added to its scores")
     if rule.window or rule.scaling <= 0:
         raise Unproven("it looks at some of the tokens before one" if rule.window else "it chooses the smallest scores")
     weights, scores = _weighed(node)

@@ -8,14 +8,17 @@
 
 The body is the authors' own and runs here as it is, for all choices [T, k] at once: ``x[token]`` is every token's row,
 ``weight[expert]`` stands for the weights of each choice's own expert, and a linear map by it is ``adaptc::expert_linear``.
-Python in the body may ask which expert it is (experts that compute nothing): the body runs once for each stretch of
-experts that it treats alike, and others' choices count nothing there. Stretches are found by bisection, so an expert
-that is treated unlike its neighbours, which are treated alike, wouldn't be found: the loop is run for all of them
-where there are few.
+Python in the body may ask which expert it is (experts that compute nothing, or are modules of their own): the body runs
+once for each stretch of experts that it treats alike, and others' choices count nothing there. Two experts are treated
+alike if the body calls the same functions with the same numbers and tensors, the expert's own weights apart. Where all
+that it asks are comparisons, they say where stretches may end. Where it takes the number itself, all experts are tried,
+or, where there are many, those that bisection asks for: one that is treated unlike its neighbours, which are treated
+alike, wouldn't be found then.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,14 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.overrides import TorchFunctionMode
 
 from adaptc.errors import CaptureError
 
 _OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
-FEW = 64
-"""Experts up to which the body is asked for each of them how it treats it."""
+FEW = 256
+"""Experts up to which a body that takes their numbers is asked for each of them how it treats it."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +73,42 @@ class _Weights:
                            "maps by them.")
 
 
+class _Some:
+    """How many tokens chose an expert: only a run knows more than that there are some."""
+
+    def _whether(self, other: Any, answer: bool) -> bool:
+        if type(other) is not int or other != 0:
+            raise CaptureError("a loop over experts compares how many tokens chose one with another number than 0.")
+        return answer
+
+    def __eq__(self, other: object) -> bool:
+        return self._whether(other, False)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._whether(other, True)
+
+    def __le__(self, other: Any) -> bool:
+        return self._whether(other, False)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _number(self, *_: Any) -> Any:
+        raise CaptureError("a loop over experts computes with how many tokens chose one, so that a token's result depends on "
+                           "other tokens.")
+
+    __hash__ = __index__ = __int__ = __float__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _number
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __mod__ = __neg__ = _number
+
+
 class _Choices:
     """Where one expert is chosen: as ``squeeze`` and ``torch.where`` are asked for it."""
 
     def squeeze(self, *_: int) -> "_Choices":
         return self
 
-    def numel(self) -> int:
-        return 1
+    def numel(self) -> _Some:
+        return _Some()
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -93,31 +125,111 @@ class _Slots(_Choices):
 
 
 class _Row:
-    """One row of ``nonzero``: an expert's number."""
+    """One row of ``nonzero``, and the expert's number in it. What it is compared with is noted, and whether the number
+    itself is taken."""
 
     def __init__(self, number: int):
-        self.number = number
+        self.number, self.bounds, self.taken = number, set(), False
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> "_Row":
+        return self
+
+    def item(self) -> "_Row":
+        return self
+
+    def _compared(self, other: Any, *steps: int) -> int:
+        """The other number; experts from it on, or the next, may be treated otherwise."""
+        other = int(other)
+        self.bounds |= {other + step for step in steps}
+        return other
+
+    def __eq__(self, other: object) -> bool:
+        return self.number == self._compared(other, 0, 1)
+
+    def __lt__(self, other: Any) -> bool:
+        return self.number < self._compared(other, 0)
+
+    def __ge__(self, other: Any) -> bool:
+        return self.number >= self._compared(other, 0)
+
+    def __gt__(self, other: Any) -> bool:
+        return self.number > self._compared(other, 1)
+
+    def __le__(self, other: Any) -> bool:
+        return self.number <= self._compared(other, 1)
+
+    def __bool__(self) -> bool:
+        return self != 0
+
+    def __index__(self) -> int:
+        self.taken = True
         return self.number
 
-    def item(self) -> int:
-        return self.number
+    __int__ = __index__
 
-    __int__ = __index__ = item
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+    def __float__(self) -> float:
+        return float(int(self))
+
+    def __str__(self) -> str:
+        return str(int(self))
+
+
+def _computed(name: str, swapped: bool) -> Callable:
+    function = getattr(operator, name)
+    return (lambda row, other: function(other, int(row))) if swapped else (lambda row, *other: function(int(row), *other))
+
+
+for _operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(_Row, f"__{_operator}__", _computed(_operator, False))
+    setattr(_Row, f"__r{_operator}__", _computed(_operator, True))
+_Row.__neg__ = _computed("neg", False)
 
 
 @dataclass
 class _Loop:
-    """A running loop: ``expert`` is the number of the present one, ``first`` to ``last`` those it stands for, and ``seen``
-    what its body has done; ``trial`` when only that is wanted."""
+    """A running loop: ``row`` has the number of the present expert, ``first`` to ``last`` are those it stands for.
+
+    seen      what the body has done: functions, with their operands by what they are to it
+    trial     when only that is wanted; own: whether a plain number of this expert's may be its place among the weights
+    read, written   tensors (by id) whose rows the body has read, and those that it has added results to
+    """
 
     mask: _Mask
-    expert: int = 0
-    first: int = 0
-    last: int = 0
+    row: _Row
+    first: int
+    last: int
+    own: bool
     trial: bool = True
     seen: list[tuple] = field(default_factory=list)
+    made: dict[int, tuple] = field(default_factory=dict)
+    alive: list[Any] = field(default_factory=list)
+    read: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+
+    def note(self, name: str, args: tuple, kwargs: dict, result: Any) -> None:
+        operands = tuple(self._operand(name, leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+        for number, leaf in enumerate(pytree.tree_leaves(result)):
+            self.made.setdefault(id(leaf), ("made", len(self.seen), number))
+            self.alive.append(leaf)  # or another would get its id
+        self.seen.append((name, operands))
+
+    def _operand(self, name: str, leaf: Any) -> Any:
+        if id(leaf) in self.made:
+            return self.made[id(leaf)]
+        if isinstance(leaf, _Row) or name == "__getitem__" and self.is_expert(leaf):
+            return ("expert",)
+        if isinstance(leaf, torch.Tensor):
+            self.alive.append(leaf)
+            return ("other", id(leaf))
+        return type(leaf), repr(leaf)
+
+    def is_expert(self, index: Any) -> bool:
+        """Whether an index is the present expert's number."""
+        taken = self.own or self.row.taken
+        return isinstance(index, _Row) or taken and type(index) is int and index == self.row.number
 
 
 class ExpertLoops(TorchFunctionMode):
@@ -126,31 +238,38 @@ class ExpertLoops(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.masks: dict[int, tuple[torch.Tensor, _Mask]] = {}
-        self.stretches: dict[tuple, list[tuple[int, int]]] = {}
+        self.stretches: dict[tuple, tuple[bool, list[tuple[int, int]]]] = {}
         self.loop: _Loop | None = None
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, loop = kwargs or {}, self.loop
         name = _name(function)
-        if self.loop is None:
+        if loop is None:
             return self._outside(name, function, args, kwargs)
-        found = self._inside(name, args, kwargs)
-        self.loop.seen.append((name, *((tuple(a.whole.shape), a.turned) for a in args if isinstance(a, _Weights))))
-        return function(*args, **kwargs) if found is NotImplemented else found
+        result = self._inside(name, args, kwargs)
+        if result is NotImplemented:
+            if name != "__get__":  # a tensor's dtype or device says nothing of its elements
+                loop.read.update(id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            result = function(*args, **kwargs)
+        if loop.trial:
+            loop.note(name, args, kwargs, result)
+        if loop.read & loop.written:
+            raise CaptureError("a loop over experts reads what it adds experts' results to, so that their order matters.")
+        return result
 
     # ---- before a loop: which tensors are masks of choices
 
     def _outside(self, name: str, function: Callable, args: tuple, kwargs: dict) -> Any:
         mask = self._mask(args[0]) if args else None
         if name == "nonzero" and mask is not None and mask.experts_first and mask.reduced:
-            return self._experts(mask, (_code(), mask.count))
+            return self._experts(mask, _place(mask.count))
         result = function(*args, **kwargs)
         if name == "one_hot" and args[0].ndim == 2:
             count = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
             self._note(result, _Mask(args[0], count))
         elif mask is not None and name == "permute" and _flat(args[1:]) == (2, 1, 0):
             self._note(result, _Mask(mask.chosen, mask.count, True))
-        elif mask is not None and mask.experts_first and name in ("sum", "greater", "gt"):
+        elif mask is not None and mask.experts_first and (_counts(mask, name, args, kwargs) or _any(mask, name, args, kwargs)):
             self._note(result, _Mask(mask.chosen, mask.count, True, True))
         return result
 
@@ -164,29 +283,46 @@ class ExpertLoops(TorchFunctionMode):
 
     def _experts(self, mask: _Mask, where: tuple) -> Iterator[_Row]:
         """A row for each stretch of experts that the body treats alike, after trials that find them, once for all
-        loops at one place of the authors' code."""
+        loops at one place of the authors' code in one module."""
         try:
             if where not in self.stretches:
                 done: dict[int, tuple] = {}
-                yield from self._tried(mask, 0, mask.count - 1, done)
+                taken = yield from self._compared(mask, done)
+                if taken:
+                    done.clear()
+                    yield from self._tried(mask, 0, mask.count - 1, done)
                 numbers = sorted(done)
                 starts = [0] + [n for before, n in zip(numbers, numbers[1:]) if done[before] != done[n]]
                 ends = [*(start - 1 for start in starts[1:]), mask.count - 1]
                 # a body that does nothing is that of a class that stands for no expert
-                self.stretches[where] = [(start, end) for start, end in zip(starts, ends) if done[start]]
-            for start, end in self.stretches[where]:
-                self.loop = _Loop(mask, start, start, end, trial=False)
-                yield _Row(start)
+                self.stretches[where] = taken, [(start, end) for start, end in zip(starts, ends) if done[start]]
+            taken, stretches = self.stretches[where]
+            for start, end in stretches:
+                self.loop = _Loop(mask, _Row(start), start, end, taken, trial=False)
+                yield self.loop.row
         finally:
             self.loop = None
 
+    def _trial(self, mask: _Mask, expert: int, own: bool, done: dict[int, tuple]) -> Iterator[_Row]:
+        """A row for one expert; ``done``: expert → what the body does."""
+        self.loop = _Loop(mask, _Row(expert), expert, expert, own)
+        yield self.loop.row
+        done[expert] = tuple(self.loop.seen)
+
+    def _compared(self, mask: _Mask, done: dict[int, tuple]) -> Iterator[_Row]:
+        """Rows of the experts between whose numbers the body's comparisons don't tell; whether it takes a number."""
+        bounds = {0}
+        while waiting := sorted(bounds - done.keys()):
+            yield from self._trial(mask, waiting[0], False, done)
+            bounds |= {bound for bound in self.loop.row.bounds if 0 <= bound < mask.count}
+            if self.loop.row.taken:
+                return True
+        return False
+
     def _tried(self, mask: _Mask, first: int, last: int, done: dict[int, tuple]) -> Iterator[_Row]:
-        """Rows of experts from ``first`` to ``last``, until all neighbours that differ are among ``done``: expert → what
-        the body does."""
-        for expert in {first, last} - done.keys():
-            self.loop = _Loop(mask, expert, expert, expert)
-            yield _Row(expert)
-            done[expert] = tuple(self.loop.seen)
+        """Rows of experts from ``first`` to ``last``, until all neighbours that differ are among ``done``."""
+        for expert in sorted({first, last} - done.keys()):
+            yield from self._trial(mask, expert, True, done)
         if last - first > 1 and (done[first] != done[last] or mask.count <= FEW):
             middle = (first + last) // 2
             yield from self._tried(mask, first, middle, done)
@@ -202,30 +338,34 @@ class ExpertLoops(TorchFunctionMode):
         if name in ("linear", "matmul", "__matmul__", "mm") and len(args) > 1 and isinstance(args[1], _Weights):
             return self._linear(name, *args, **kwargs)
         if name in ("index_add_", "index_add") and any(isinstance(a, _Tokens) for a in args):
-            result, _, _, values = args
-            if loop.trial:
-                return result
-            added = values.sum(1).to(result.dtype)
-            return result.add_(added) if name == "index_add_" else result + added
+            return self._added(name, *args, **kwargs)
         if name in ("view", "reshape") and args[0].ndim == 3 and _flat(args[1:]) == (-1, args[0].shape[-1]):
             return args[0]  # rows of choices, which stand in two dimensions here
         return NotImplemented
 
+    def _added(self, name: str, result: torch.Tensor, dim: int, tokens: _Tokens, values: torch.Tensor,
+               alpha: float = 1) -> torch.Tensor:
+        if dim != 0 or alpha != 1 or values.ndim != 3:
+            raise CaptureError(f"a loop over experts adds {alpha} times values {tuple(values.shape)} along dimension {dim}; "
+                               "expected once, rows of choices, along dimension 0.")
+        self.loop.written.add(id(result))
+        if self.loop.trial:
+            return result
+        added = (values.masked_fill(~self._counted().unsqueeze(-1), 0) if self._part() else values).sum(1).to(result.dtype)
+        return result.add_(added) if name == "index_add_" else result + added
+
     def _picked(self, tensor: torch.Tensor, index: Any) -> Any:
         loop, indices = self.loop, index if isinstance(index, tuple) else (index,)
-        if self._mask(tensor) is not None and self._is_expert(index):
+        if self._mask(tensor) is not None and loop.is_expert(index):
             return _Choices()
         if any(isinstance(i, _Tokens) for i in indices):
+            loop.read.add(id(tensor))
             if any(isinstance(i, _Slots) for i in indices):
-                chosen = tensor.masked_fill(~self._counted(), 0) if self._part() else tensor
-                return chosen.unsqueeze(-1) if indices[-1] is None else chosen
+                return tensor.unsqueeze(-1) if indices[-1] is None else tensor
             return tensor.unsqueeze(1).expand(-1, loop.mask.chosen.shape[1], -1)
-        if self._is_expert(index) and not tensor.is_floating_point():
+        if loop.is_expert(index) and not tensor.is_floating_point():
             raise CaptureError("a loop over experts picks an expert's part of whole numbers; expected weights.")
-        return _Weights(tensor) if self._is_expert(index) else NotImplemented
-
-    def _is_expert(self, index: Any) -> bool:
-        return isinstance(index, (int, _Row)) and not isinstance(index, bool) and int(index) == self.loop.expert
+        return _Weights(tensor) if loop.is_expert(index) else NotImplemented
 
     def _part(self) -> bool:
         """Whether other experts than those of the present stretch may be chosen."""
@@ -243,12 +383,24 @@ class ExpertLoops(TorchFunctionMode):
         return torch.ops.adaptc.expert_linear(x, chosen, weights.whole, bias, transposed)
 
 
-def _code() -> Any:
-    """The authors' code that is running: the innermost that is neither torch's nor ours."""
+def _place(count: int) -> tuple:
+    """What a loop is known by: the authors' code that is running, the innermost that is neither torch's nor ours, whose
+    it is, and the number of classes."""
     frame = sys._getframe()
     while frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
-    return frame.f_code
+    return frame.f_code, id(frame.f_locals.get("self")), count
+
+
+def _counts(mask: _Mask, name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether a call sums a mask over all choices of each expert."""
+    dims = kwargs.get("dim", _flat(args[1:]))
+    return name == "sum" and not mask.reduced and {d % 3 for d in (dims if isinstance(dims, (tuple, list)) else (dims,))} == {1, 2}
+
+
+def _any(mask: _Mask, name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether a call asks which experts are chosen at all."""
+    return name in ("greater", "gt") and mask.reduced and kwargs.get("other", args[-1]) == 0
 
 
 def _name(function: Callable) -> str:

@@ -11,12 +11,14 @@ import torch
 
 from adaptc.capture import build, convolution, hooks, parts, repeat, shared_rows, trace
 from adaptc.capture.attention import raised
+from adaptc.capture.experts import routed
 from adaptc.capture.fold import fold
 from adaptc.capture.index import indexed
 from adaptc.capture.locality import check_locality
 from adaptc.capture.problems import Problems
+from adaptc.capture.pure import check_random
 from adaptc.capture.walk import COMPUTED, Stored, unknown, walk
-from adaptc.errors import CaptureError
+from adaptc.errors import CaptureError, InputError
 from adaptc.ir import legality
 from adaptc.ir.module import Program
 
@@ -80,9 +82,10 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
                 alike = parts.proved(module, alike, trace.samples(_context(text)))
             with repeat.cut(module, found), parts.left_out(module, alike):
                 exported = trace.trace(module, _context(text))
+    check_random(exported, problems)
     fixed = {name: value for name, value in constants.items() if name not in stored}
     try:
-        exported = indexed(exported, fixed, _context(text))
+        exported = indexed(routed(exported), fixed, _context(text))
         exported = convolution.raised(shared_rows.raised(raised(exported, fixed, _context(text))))
     except CaptureError as error:
         problems.add(error)
@@ -118,6 +121,8 @@ def _context(config: Any) -> int:
     """Tokens that the configuration says a sequence may have; 0 when it doesn't. Dynamic rope stretches them."""
     most = next(filter(None, (getattr(config, name, None) for name in CONTEXT)), 0)
     rope = getattr(config, "rope_parameters", None) or {}
+    if most < 0:
+        raise InputError(f"the configuration says that a sequence has {most} tokens at most; expected 1 or more, or none.")
     stretched = "dynamic" in str(rope.get("rope_type"))
     return int(most * rope.get("factor", 1)) if stretched else most
 

@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from adaptc.capture.scans import CHUNK, SCANS, Scan
+from adaptc.capture.scans import CHUNK, SAYS_HOW, SCANS, Scan
 from adaptc.errors import CaptureError
 
 @functools.cache
@@ -120,9 +120,10 @@ def installed(module: torch.nn.Module) -> Iterator[None]:
     same: dict[Any, bool] = {}
     with ExitStack() as stack:
         for found in _found(module):
-            if found.authors not in same:
-                same[found.authors] = _computes_the_same(found)
-            if same[found.authors]:
+            code = found.authors, id(found.module) if found.scan.place == "method" else None  # which may read its module
+            if code not in same:
+                same[code] = _computes_the_same(found)
+            if same[code]:
                 stack.enter_context(mock.patch.dict(found.namespace, {found.name: found.placed()}))
         for config in {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values():
             for key in AT_ONCE:
@@ -144,7 +145,21 @@ class _Found:
     module: torch.nn.Module | None = None
 
     def placed(self) -> Callable[..., Any]:
-        return self.restated if self.module is None else functools.partial(self.restated, self.module)
+        """The restatement, which refuses arguments that mean something to the authors' function alone: the example
+        says nothing of them."""
+        ours = inspect.signature(self.restated).parameters
+        theirs = {name: p.default for name, p in inspect.signature(self.authors).parameters.items()
+                  if name not in ours and name not in SAYS_HOW and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        placed = self.restated if self.module is None else functools.partial(self.restated, self.module)
+
+        @functools.wraps(self.restated)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            given = [name for name, default in theirs.items() if keywords.get(name, default) is not default]
+            if given:
+                raise CaptureError(f"{self.name} is given {', '.join(given)}, and adaptc knows this recurrence without.")
+            return placed(*args, **keywords)
+
+        return checked if theirs else placed
 
 
 def _found(module: torch.nn.Module) -> Iterator[_Found]:
@@ -192,7 +207,7 @@ def _computes_the_same(found: _Found) -> bool:
     """Whether the authors' function gives what its restatement gives, over several chunks of the scan's example."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
-        args, keywords = found.scan.example(found.module, 2 * CHUNK + 5)
+        args, keywords = found.scan.example(found.module, SEVERAL * CHUNK + 5)
         try:
             wanted = found.authors(*args, **keywords)
         except Exception:  # whatever code raises that takes other arguments
@@ -206,6 +221,9 @@ def _computes_the_same(found: _Found) -> bool:
         return False
     return bool((got - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
 
+
+SEVERAL = 9
+"""Chunks of an example: more tokens than authors' code may take at once whatever it is told."""
 
 TOLERANCE = 1e-4
 """Largest difference, as a share of the largest element, of two ways to compute the same in float32."""

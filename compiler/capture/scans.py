@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from adaptc.capture import compressors, hyper_connections
+from adaptc.capture import block_index, compressors, hyper_connections, key_bias, pooled_index
 from adaptc.errors import CaptureError
 
 CHUNK = 16
@@ -270,6 +270,9 @@ class Scan:
     compared: Callable[[tuple, Any], Any] = lambda args, result: result[0] if isinstance(result, tuple) else result
 
 
+SAYS_HOW = ("use_associative_scan", "use_mambapy", "chunk_size", "block_size", "autocast_kernel_dtype", "enable_logging")
+"""Arguments of authors' functions that say how to compute the same: restatements needn't know them."""
+
 SCANS: Mapping[str, Scan] = {
     "chunk_gated_delta_rule": Scan(gated_delta_rule, _delta_rule_example),
     "chunk_kda": Scan(delta_attention, _delta_attention_example),
@@ -282,5 +285,8 @@ SCANS: Mapping[str, Scan] = {
     compressors.PARTS: Scan(compressors.compressor, compressors.example, "parts", compressors.compared),
     hyper_connections.PARTS: Scan(hyper_connections.hyper_connection, hyper_connections.example, "parts",
                                   hyper_connections.compared),
+    block_index.PARTS: Scan(block_index.index, block_index.example, "parts", block_index.compared),
+    pooled_index.PARTS: Scan(pooled_index.index, pooled_index.example, "parts", pooled_index.compared),
+    "prepare_dynamic_mask": Scan(key_bias.dynamic_mask, key_bias.example, "method", key_bias.compared),
 }
 """Name in the authors' code, or names of parts → recurrence."""

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 
-from adaptc.capture import hooks
+from adaptc.capture import hooks, pure
 from adaptc.capture.places import Place, lines_of_authors, running
 from adaptc.errors import AdaptcError, CaptureError, DynamicError
 
@@ -26,8 +27,8 @@ SAMPLE = 13
 
 
 LENGTHS = (*range(4, 130), 255, 256, 257, 1000, 4095, 4096, 4097, 65536)
-"""Numbers of tokens for which what a trace took for granted must hold. Code that asks for more than a bound or another
-rest of a division asks it of one of these. Torch itself asks whether sizes such as T - 1 are 0 or 1, which decides
+"""Numbers of tokens for which what a trace took for granted must hold, beside those around the integers in it. Code that
+asks for more than a bound or another rest of a division asks it of one of these. Torch itself asks whether sizes such as T - 1 are 0 or 1, which decides
 nothing of the result."""
 
 
@@ -37,12 +38,19 @@ def samples(context: int) -> tuple[int, ...]:
 
 
 class _Logits(torch.nn.Module):
+    """``assigned``: names of tensors of modules in whose place the forward puts others."""
+
     def __init__(self, module: torch.nn.Module):
         super().__init__()
         self.module = module
+        self.assigned: set[str] = set()  # not a list: torch.export puts those back
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return hooks.run(self.module, input_ids).logits
+        before = pure.tensors(self)
+        logits = hooks.run(self.module, input_ids).logits
+        after = pure.tensors(self)
+        self.assigned.update(name for name, tensor in before.items() if after.get(name) is not tensor)
+        return logits
 
 
 def trace(module: torch.nn.Module, context: int = 0) -> torch.export.ExportedProgram:
@@ -63,31 +71,41 @@ def _export(module: torch.nn.Module, ids: torch.Tensor, context: int, *,
     most = max(context, SAMPLE) if context else None
     shapes = {"input_ids": {1: torch.export.Dim(TOKENS, min=LENGTHS[0], max=most)}}
     modules = {id(m): name for name, m in module.named_modules()}
+    logits = _Logits(module)
     with torch.no_grad(), lines_of_authors(), _quiet(), _decisions(modules) as decided:
         try:
-            exported = torch.export.export(_Logits(module), (ids,), dynamic_shapes=shapes, strict=False,
+            exported = torch.export.export(logits, (ids,), dynamic_shapes=shapes, strict=False,
                                            prefer_deferred_runtime_asserts_over_guards=deferred)
-        except AdaptcError:
-            raise
+        except AdaptcError as error:
+            raise _placed(error, running(traceback.walk_tb(error.__traceback__), modules)) from error
         except Exception as error:
             if not deferred:
                 raise
             _check(decided, module, context)
             raise _untraceable(module, error, running(traceback.walk_tb(error.__traceback__), modules)) from error
     _check(decided, module, context)
+    pure.check_assigned(exported, logits.assigned)
     return exported
 
 
 def _check(decided: list[tuple[Any, Place]], module: torch.nn.Module, context: int) -> None:
     """DynamicError for the first decision that another number of tokens, of those that a sequence may have, would make
     otherwise."""
-    lengths = sorted({n for n in LENGTHS if not context or n <= context} | {context or SAMPLE})
     for fact, place in decided:
+        around = {int(n) + d for n in fact.atoms(sympy.Integer) for d in (-1, 0, 1)}
+        lengths = sorted({n for n in {*LENGTHS, *around} if LENGTHS[0] <= n <= (context or n)} | {context or SAMPLE})
         if len(fact.free_symbols) == 1 and not all(fact.subs(dict.fromkeys(fact.free_symbols, n)) == True  # noqa: E712
                                                    for n in lengths):
             said = str(fact).replace(str(next(iter(fact.free_symbols))), TOKENS)
             raise DynamicError(f"{type(module).__name__} decides by the number of tokens what it computes, in {place}: "
                                f"of the traced example, {said} is true.", hint=_LENGTH_HINT)
+
+
+def _placed(error: AdaptcError, place: Place) -> AdaptcError:
+    """The error with the place in the authors' code, if it doesn't name a module yet."""
+    if not isinstance(error, CaptureError) or not place.file or "in module " in error.message:
+        return error
+    return type(error)(f"in {place}, {error.message}", hint=error.hint)
 
 
 def _untraceable(module: torch.nn.Module, error: Exception, place: Place) -> CaptureError:
@@ -137,7 +155,8 @@ def _decisions(modules: Mapping[int, str]) -> Iterator[list[tuple[Any, Place]]]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the graph so far, which torch.export prints when it fails, and without its advice to who exports."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes")]
+    loggers = [logging.getLogger(name) for name in (
+        "torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

@@ -13,12 +13,13 @@ from torch_mlir import ir
 from torch_mlir.dialects import func
 
 from adaptc.capture import constants as numbers
-from adaptc.capture.aten import FLATTENED, SKIPPED, Mask
+from adaptc.capture.aten import FLATTENED, SKIPPED, Complex, Mask
 from adaptc.capture.constants import name_of as key
 from adaptc.capture.functional import functional
 from adaptc.capture.order import needed, ordered
 from adaptc.capture.places import PREFIX, Place, place_of
 from adaptc.capture.problems import Problems
+from adaptc.capture.pure import check_kept
 from adaptc.capture.rules import package_of, rules
 from adaptc.capture.trace import TOKENS, VALUE_HINT
 from adaptc.errors import CaptureError, DynamicError, LegalityError
@@ -100,9 +101,12 @@ def walk(exported: torch.export.ExportedProgram, stored: Mapping[str, Stored],
     exported = _decomposed(functional(exported))
     numbers.compute(exported.graph, _unknown(exported.graph))
     unknown(exported, problems)
+    logits = _logits(exported)
+    check_kept(exported, logits, problems)
+    exported.graph.eliminate_dead_code()
     program = Program.empty("captured")
     with program.editing():
-        _Walk(program, exported, stored, constants, problems).run()
+        _Walk(program, exported, stored, constants, problems).run(logits)
     return program
 
 
@@ -171,11 +175,10 @@ class _Walk:
         """States of attention by the keys, values and window that they were made for."""
         self.tables: dict[str, torch.Tensor] = {}
 
-    def run(self) -> None:
+    def run(self, logits: torch.fx.Node) -> None:
         graph = self.exported.graph
         placeholders = self._placeholders()
         self.symbol, self.needed = _token_symbol(placeholders), set(needed(graph))
-        logits = _logits(self.exported)
         vocabulary = self._dims(logits.meta["val"].shape)[-1]
         kinds = [dialect.to_type(TensorSpec("i32", (d,))) for d in (TOKENS, TOKENS, TOKENS, SAMPLED)]
         result = dialect.to_type(TensorSpec("f32", (SAMPLED, vocabulary)))
@@ -331,7 +334,7 @@ class _Walk:
             return value
         expression = value.node.expr
         if expression.is_number:
-            return int(expression)
+            return int(expression) if expression.is_integer else float(expression)
         return str(expression).replace(str(self.symbol), TOKENS)
 
     def _dims(self, shape) -> tuple[int | str, ...]:
@@ -364,9 +367,10 @@ class _Walk:
         """A tensor or a number as a value of ``dtype`` (the result's by default)."""
         dtype = dtype or self.dtype
         if isinstance(x, (bool, int, float)):
-            return self.b.scalar(float(x) if dtype.startswith("f") else int(x), dtype)
+            return self.b.scalar(int(x) if dtype.startswith("i") else float(x), dtype)
         if not isinstance(x, ir.Value):
-            what = f"a {x.kind} mask, which only attention may take" if isinstance(x, Mask) else f"the number {x}"
+            what = (f"a {x.kind} mask, which only attention may take" if isinstance(x, Mask) else
+                    "a complex tensor" if isinstance(x, Complex) else f"the number {x}")
             raise CaptureError(f"its operand is {what}.")
         return x if self.b.spec(x).dtype == dtype else self.b.cast(x, dtype=dtype)
 

@@ -60,9 +60,9 @@ def bind(
     """Bindings of all ``parameters`` (name → shape). ``tied`` maps a parameter to the one whose storage it shares.
 
     ``supplier`` says which tensor a parameter comes from, whether or not the file has it. ``ignored`` are regular
-    expressions of tensors that the model's class leaves out. InputError naming missing parameters, wrong shapes, and
-    tied parameters that the file stores twice and differently; UnusedError naming tensors that nothing uses and
-    ``waiver`` doesn't cover.
+    expressions of tensors that the model's class leaves out. InputError naming all missing parameters, wrong shapes, and
+    tensors that nothing uses and ``waiver`` doesn't cover (these alone: UnusedError), or tied parameters that the file
+    stores twice and differently.
     """
     groups: dict[str, list[str]] = {}
     for name in [*parameters, *tied]:
@@ -85,14 +85,19 @@ def bind(
                 )
             consumed[binding.tensor] = name
         bindings.update(dict.fromkeys(names, next(iter(present.values()))))
+    problems = []
     if missing:
-        raise InputError(f"the model's files have no tensor for {listed(missing)}.",
-                         hint="Is a file missing, or is the model of another architecture than it says?")
-    _check_shapes(tensors, bindings, parameters)
+        problems.append(InputError(f"the model's files have no tensor for {listed(missing)}.",
+                                   hint="Is a file missing, or is the model of another architecture than it says?"))
+    problems += _wrong_shapes(tensors, bindings, parameters)
     needed = [name for name, why in unused(tensors, supplier, (*parameters, *tied), ignored, waiver).items() if not why]
     if needed:
-        raise UnusedError(f"the model has no use for {listed(needed)}, which {tensors[needed[0]].file} holds.",
-                          hint="A model compiled without it might not be the authors' model. " + way_on(needed))
+        problems.append(UnusedError(f"the model has no use for {listed(needed)}, which {tensors[needed[0]].file} holds.",
+                                    hint="A model compiled without it might not be the authors' model. " + way_on(needed)))
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise InputError(" ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1)))
     return {name: bindings[name] for name in parameters}
 
 
@@ -123,23 +128,32 @@ def _check_equal(tensors: Mapping[str, SourceTensor], present: Mapping[str, Bind
             )
 
 
-def _check_shapes(
+def _wrong_shapes(
     tensors: Mapping[str, SourceTensor], bindings: Mapping[str, Binding], parameters: Mapping[str, tuple[int, ...]]
-) -> None:
+) -> list[InputError]:
+    """The error that names parameters of other shapes than their tensors', if there are any."""
+    wrong = []
     for name, shape in parameters.items():
+        if name not in bindings:
+            continue
         tensor = tensors[bindings[name].tensor]
         *lead, n, k = (1, 1, *shape) if len(shape) < 2 else shape
         wanted = (*lead, k, n) if bindings[name].transposed else tuple(shape)
         if wanted != tensor.shape:
             how = ", which is stored transposed" if bindings[name].transposed else ""
-            raise InputError(
-                f"the parameter {name!r} has the shape {tuple(shape)}{how}, but the tensor {tensor.name!r} in "
-                f"{tensor.file} has {tensor.shape}.",
-                hint="The configuration and the tensors don't belong together.",
-            )
+            wrong.append(f"the parameter {name!r} has the shape {tuple(shape)}{how}, but the tensor {tensor.name!r} in "
+                         f"{tensor.file} has {tensor.shape}")
+    if not wrong:
+        return []
+    more = f"; so are the shapes of {len(wrong) - SHOWN} more parameters" if len(wrong) > SHOWN else ""
+    return [InputError(f"{'; '.join(wrong[:SHOWN])}{more}.", hint="The configuration and the tensors don't belong together.")]
 
 
-def listed(names: Iterable[str], most: int = 5) -> str:
+SHOWN = 5
+"""Names that an error has of many."""
+
+
+def listed(names: Iterable[str], most: int = SHOWN) -> str:
     """'a', 'b' and 3 more."""
     names = list(names)
     shown = ", ".join(map(repr, names[:most]))
