@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
@@ -256,7 +257,7 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
         "vocabulary": plan.vocabulary,
         "max_context": plan.max_context, "operators a step": len(plan.operators()), "kernels": len(plan.kernels),
         "weights": sum(b.kind == "weight" for b in plan.buffers), "states": len(plan.states),
-        "cache bytes a token": sum(s.token_bytes() for s in plan.states),
+        "cache bytes a token": ceil(sum(s.token_bytes() for s in plan.states)),
         "bodies": _bodies(lowered), "bodies cloned": list(lowered.fact("clones", ())),
         "options": setup.options.to_dict(),
         "tuning": {"kernels": len(tuning.choices), "sha256": tuning.digest} if tuning else "none",
@@ -270,8 +271,9 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
 class Sizes:
     """What is known of a model from its configuration alone. ``other_parts`` are parameters of a wrapper's parts beside
     its text model, which ``parameters`` and ``active`` are of; ``weights`` are bytes of the files, as it says that they are
-    stored; ``cache_token`` and ``cache_request`` bytes with ``kv`` rows and ``context`` tokens; ``cache_fixed`` what of the
-    latter is there whatever the length, by what it is; ``bodies`` how many places call each distinct body; ``notes``
+    stored; ``cache_token`` and ``cache_request`` bytes with ``kv`` rows and ``context`` tokens; ``cache_window`` what of
+    the former a token takes only while a window has it, ``cache_fixed`` what of the latter is there whatever the length,
+    by what it is; ``bodies`` how many places call each distinct body; ``notes``
     what to know of how this was found."""
 
     model: str
@@ -284,6 +286,7 @@ class Sizes:
     context: int
     cache_token: int
     cache_request: int
+    cache_window: int
     cache_fixed: dict[str, int]
     bodies: dict[str, int]
     coverage: Survey
@@ -305,7 +308,7 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     from adaptc.passes.pipeline import lower_to, run_passes
     from adaptc.passes.store_states import StoreStates
     from adaptc.planner.profile import profile
-    from adaptc.planner.sizes import active, cache_bytes, fixed_bytes
+    from adaptc.planner.sizes import active, cache_bytes, fixed_bytes, window_bytes
     from adaptc.sources import open_described
 
     setup = _Setup.of(target, CompileOptions.of(options))
@@ -329,8 +332,8 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     token, request = cache_bytes(whole, context)
     stored = sum(source.formats[name].published_bytes(shape) for name, shape in source.shapes.items())
     return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements),
-                 source.other_parts(), stored, kv, context, token, request, fixed_bytes(whole), _bodies(whole),
-                 coverage, rows, spent, (*source.notes(), *whole.fact("format_notes", ())))
+                 source.other_parts(), stored, kv, context, token, request, window_bytes(whole), fixed_bytes(whole),
+                 _bodies(whole), coverage, rows, spent, (*source.notes(), *whole.fact("format_notes", ())))
 
 
 @contextmanager
@@ -469,7 +472,7 @@ class _Setup:
         made = {name: getattr(plan, name) for name in said if plan.states or name != "page_size"}
         rows = [group for group in plan.groups if group.kind == "rows"]
         if rows:
-            said |= {"kv": self.options.kv_dtype, "max_context": -(-plan.max_context // plan.page_size)}
+            said |= {"kv": self.options.kv_dtype, "max_context": -(-plan.max_context // rows[0].page_tokens(plan.page_size))}
             kept = next((s.dtype, s.scale) for s in plan.states if s.kind == "rows")
             made |= {"kv": next(name for name, pair in KEPT.items() if pair == kept), "max_context": rows[0].max_pages}
         for name in ("weights", "activations"):
@@ -577,9 +580,9 @@ def _memory(plan: "Plan") -> dict[str, int]:
     """Bytes by purpose; caches by what a token costs, since the runtime decides how many pages there are."""
     kinds = ("weight", "input", "output", "pages")
     sizes = {f"{kind} buffers": sum(b.bytes for b in plan.buffers if b.kind == kind) for kind in kinds}
-    cache = sum(s.token_bytes() for s in plan.states)
+    cache = ceil(sum(s.token_bytes() for s in plan.states))
     kept = lambda s: min(plan.max_context, (s.window + plan.page_size) if s.window else plan.max_context)  # noqa: E731
-    full = sum(s.token_bytes() * kept(s) + s.request_bytes() for s in plan.states)
+    full = ceil(sum(s.token_bytes() * kept(s) + s.request_bytes() for s in plan.states))
     return {"arena (activations)": plan.arena_bytes, **sizes, "cache, a token": cache,
             f"cache, a request of {plan.max_context} tokens": full}
 

@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from math import prod
 
@@ -125,14 +126,25 @@ def row_bytes(parts: Iterable[tuple[str, int, int]], dtype: str, scale: str) -> 
     return sum(heads * (width * DTYPE_BYTES[dtype] + scales) for _, heads, width in parts)
 
 
+def page_rows(page_size: int, rate: int) -> int:
+    """Rows of a page of states of a ``rate``: those of ``page_size`` tokens, and one at least."""
+    return max(1, page_size // rate)
+
+
+def page_tokens(page_size: int, rate: int) -> int:
+    """Tokens whose rows a page of states of a ``rate`` holds."""
+    return page_rows(page_size, rate) * rate
+
+
 @dataclass(frozen=True)
 class State:
     """A state's contract.
 
-    kind "rows": every token appends one row of ``parts``; ``window`` 0 = all are kept, else only rows with position >
-    p - window are ever read from position p. Within a page the layout is, for each part in order,
-    [heads][page_size][width] of ``dtype``. Where rows are codes, i8, each head's row has a ``scale`` of that dtype
-    ("" = none): after all rows, for each part in order, [heads][page_size].
+    kind "rows": tokens append rows of ``parts``; ``window`` 0 = all are kept, else only rows with position >
+    p - window are ever read from position p. There is a row for every ``rate`` tokens: the token at position p appends
+    one if rate divides p + 1, as row p // rate, and sees the first (p + 1) // rate. Within a page the layout is, for each
+    part in order, [heads][``page_rows``][width] of ``dtype``. Where rows are codes, i8, each head's row has a ``scale`` of that dtype
+    ("" = none): after all rows, for each part in order, [heads][``page_rows``].
 
     kind "fixed": a request has one value of ``parts``, float32, which every token replaces by the next one. Within a
     slot the layout is, for each part in order, [heads][width]; how a width is ordered is up to the kernels."""
@@ -144,13 +156,14 @@ class State:
     window: int
     parts: tuple[StatePart, ...]
     scale: str = ""
+    rate: int = 1
 
     def _bytes(self) -> int:
         return row_bytes(((p.name, p.heads, p.width) for p in self.parts), self.dtype, self.scale)
 
-    def token_bytes(self) -> int:
+    def token_bytes(self) -> Fraction:
         """What each token of a request takes."""
-        return self._bytes() if self.kind == "rows" else 0
+        return Fraction(self._bytes() if self.kind == "rows" else 0, self.rate)
 
     def request_bytes(self) -> int:
         """What a request takes, however long it is."""
@@ -158,15 +171,16 @@ class State:
 
     def page_bytes(self, page_size: int) -> int:
         """A page of the state's pool, or a slot of it."""
-        return self._bytes() * (page_size if self.kind == "rows" else 1)
+        return self._bytes() * (page_rows(page_size, self.rate) if self.kind == "rows" else 1)
 
 
 @dataclass(frozen=True)
 class CacheGroup:
     """States that share one block table, i32[R, max_pages], and so have the same pages live.
 
-    kind "rows": states of one window; entry i of a request's row is the page of its positions from i·page_size on, -1
-    where it has none. max_pages is ceil(max_context / page_size).
+    kind "rows": states of one window and one rate; entry i of a request's row is the page of its positions from
+    i·tokens on, where a page has rows of so many tokens (``page_tokens``), -1 where it has none. max_pages is
+    ceil(max_context / tokens).
 
     kind "fixed": all states of fixed size. A page is a slot: one value of each of them. A request's row is [slot to
     read, slot to write]: a step starts from what the first one holds, from the initial value where it is -1, leaves
@@ -178,6 +192,11 @@ class CacheGroup:
     states: tuple[str, ...]
     max_pages: int
     kind: str = "rows"
+    rate: int = 1
+
+    def page_tokens(self, page_size: int) -> int:
+        """Tokens that one of the group's pages is for, in a plan of ``page_size``."""
+        return page_tokens(page_size, self.rate)
 
 
 @dataclass(frozen=True)
@@ -237,13 +256,15 @@ def kind_of(path: str) -> str:
 
 def evaluate(form: Mapping[str, int], symbols: Mapping[str, float]) -> float:
     """A sum of products of symbols (``Operator.flops``, ``traffic``) for given values, e.g. {"": 5, "T*C<512": 3} with
-    T and C: ``C<512`` is at most 512 of C."""
+    T and C: ``C<512`` is at most 512 of C, ``C/4<512`` at most 512 of a quarter of C."""
     return sum(n * prod(_value(s, symbols) for s in key.split("*") if s) for key, n in form.items())
 
 
 def _value(symbol: str, symbols: Mapping[str, float]) -> float:
     name, _, most = symbol.partition("<")
-    return min(symbols[name], int(most)) if most else symbols[name]
+    name, _, rate = name.partition("/")
+    value = symbols[name] / int(rate) if rate else symbols[name]
+    return min(value, int(most)) if most else value
 
 
 def _parse(kind, data, where: str):

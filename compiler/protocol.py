@@ -9,6 +9,7 @@ no compiler: what they share is the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
 
 from adaptc.formats import WeightFormat
@@ -28,8 +29,9 @@ class TensorSpec:
 @dataclass(frozen=True)
 class StateSpec:
     """A state operand: its parts ((name, heads, width), ...), stored dtype, window (0 = unlimited), paging, the dtype of
-    each head's scale where rows are codes, and its kind, "rows" or "fixed" (``plan.State``). One of fixed size has
-    ``plan.SLOT_ENTRIES`` pages, and the page size of the others only as the grain of what requests can share."""
+    each head's scale where rows are codes, its kind, "rows" or "fixed", and tokens a row (``plan.State``). ``page_size``
+    counts a page's rows. One of fixed size has ``plan.SLOT_ENTRIES`` pages, and the page size of the others only as the
+    grain of what requests can share."""
 
     parts: tuple[tuple[str, int, int], ...]
     dtype: str
@@ -39,21 +41,25 @@ class StateSpec:
     max_pages: int
     scale: str = ""
     kind: str = "rows"
+    rate: int = 1
 
     @staticmethod
     def fixed(name: str, heads: int, width: int) -> "StateSpec":
         """A request's value of one part, not yet stored."""
         return StateSpec(((name, heads, width),), "f32", 0, 0, 0, 0, kind="fixed")
 
-    def token_bytes(self) -> int:
+    def row_bytes(self) -> int:
         return row_bytes(self.parts, self.dtype, self.scale) if self.kind == "rows" else 0
+
+    def token_bytes(self) -> Fraction:
+        return Fraction(self.row_bytes(), self.rate)
 
     def request_bytes(self) -> int:
         return row_bytes(self.parts, self.dtype, self.scale) if self.kind == "fixed" else 0
 
     def page_bytes(self) -> int:
         """Of one that is stored."""
-        return self.token_bytes() * self.page_size + self.request_bytes()
+        return self.row_bytes() * self.page_size + self.request_bytes()
 
 
 @dataclass(frozen=True)

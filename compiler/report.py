@@ -160,6 +160,7 @@ def sizes_text(found) -> str:
             f"{quantity(found.active + found.other_parts)}")] if found.other_parts else ()),
         ("weights as stored", f"{found.weights:,} bytes"),
         (f"cache ({found.kv}), a token", f"{found.cache_token:,} bytes"),
+        *([("of it while a window has it", f"{found.cache_window:,} bytes")] if found.cache_window else []),
         (f"cache, a request of {found.context} tokens", f"{found.cache_request:,} bytes"),
         *((f"of it whatever its length, {name}", f"{size:,} bytes") for name, size in found.cache_fixed.items()),
         ("distinct bodies", ", ".join(f"{name} × {count}" for name, count in found.bodies.items()) or "none"),

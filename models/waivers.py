@@ -146,6 +146,7 @@ ALWAYS: Mapping[str, Mapping[str, Any]] = {
                 "use_parallel_embedding": True},
     "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
     "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v4": {"topk_method": "noaux_tc"},
     "glm_moe_dsa": _DEEPSEEK_V3 | {"indexer_rope_interleave": True, "moe_router_dtype": "float32", "rope_interleave": True},
     "kimi_k2": _DEEPSEEK_V3,
     "opt": {"_remove_final_layer_norm": False},
@@ -183,6 +184,10 @@ CONFIG_ALIASES: Mapping[str, tuple[str, ...]] = {
     "first_k_dense_replace": ("mlp_layer_types",),
     "no_rope_layer_interval": ("no_rope_layers",),
     "full_attention_interval": ("layer_types",),
+    "compress_ratios": ("layer_types",),
+    "compress_rate_csa": ("compress_rates.compressed_sparse_attention",),
+    "compress_rate_hca": ("compress_rates.heavily_compressed_attention",),
+    "num_hash_layers": ("mlp_layer_types",),
     "sliding_window_pattern": ("layer_types",),
     "_sliding_window_pattern": ("layer_types",),
     "global_attn_every_n_layers": ("layer_types",),
@@ -198,6 +203,9 @@ LAYER_KEYS: Mapping[str, str] = {
     "*sliding_attention.*": "sliding_attention",
     "*chunked_attention.*": "chunked_attention",
     "*linear_attention.*": "linear_attention",
+    "*compressed_sparse_attention": "compressed_sparse_attention",
+    "*heavily_compressed_attention": "heavily_compressed_attention",
+    "index_*": "compressed_sparse_attention",
 }
 """Keys that only layers of one type read, so that a model without such layers has no use for them."""
 

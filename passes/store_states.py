@@ -10,12 +10,12 @@ from adaptc.ir import dialect
 from adaptc.ir.functions import retype
 from adaptc.ir.module import Program
 from adaptc.options import KEPT
-from adaptc.plan import SLOT_ENTRIES
+from adaptc.plan import SLOT_ENTRIES, page_rows, page_tokens
 
 
 @dataclass(frozen=True)
 class StoreStates:
-    """Every state's contract gets tokens a page and a key block; one of rows the rows' dtype (``options.KEPT``) and the
+    """Every state's contract gets rows a page and a key block; one of rows the rows' dtype (``options.KEPT``) and the
     pages that a request of ``max_context`` tokens has; one of fixed size stays float32 and has a slot to read and one to
     write."""
 
@@ -35,11 +35,12 @@ class StoreStates:
             if getattr(self, option) < 1:
                 raise OptionError(f"{option} is {getattr(self, option)}; it must be at least 1.")
         kept = {
-            "rows": {"dtype": dtype, "scale": scale, "max_pages": -(-self.max_context // self.page_size)},
-            "fixed": {"max_pages": SLOT_ENTRIES},
+            "rows": lambda rate: {"dtype": dtype, "scale": scale, "page_size": page_rows(self.page_size, rate),
+                                  "max_pages": -(-self.max_context // page_tokens(self.page_size, rate))},
+            "fixed": lambda rate: {"page_size": self.page_size, "max_pages": SLOT_ENTRIES},
         }
-        paging = {"page_size": self.page_size, "key_block": self.key_block}
         with program.editing():
-            types = {name: dialect.to_type(replace(slot.spec, **paging, **kept[slot.spec.kind]))
-                     for name, slot in program.states().items()}
+            specs = {name: slot.spec for name, slot in program.states().items()}
+            types = {name: dialect.to_type(replace(spec, key_block=self.key_block, **kept[spec.kind](spec.rate)))
+                     for name, spec in specs.items()}
         retype(program, types)

@@ -256,8 +256,8 @@ class Engine:
         family = _Family()
         several = len(samplings) > 1
         # a window's pages and slots leave each member at its own time, so those aren't counted as shared
-        family.shared = [len(prompt) // self.plan.page_size if several and g.kind == "rows" and not g.window else 0
-                         for g in self._groups]  # fmt: skip
+        family.shared = [len(prompt) // g.page_tokens(self.plan.page_size)
+                         if several and g.kind == "rows" and not g.window else 0 for g in self._groups]  # fmt: skip
         budget = [group_pages(self.plan, group, maximum, chunk) - shared
                   for group, shared in zip(self._groups, family.shared)]  # fmt: skip
         for group, shared, each in zip(self._groups, family.shared, budget):
@@ -350,7 +350,7 @@ class Engine:
         pool = self.pools[group.name]
         if group.kind == "fixed":
             return SlotTable(pool)
-        return BlockTable(pool, self.plan.page_size, group.window, group.max_pages)
+        return BlockTable(pool, group.page_tokens(self.plan.page_size), group.window, group.max_pages)
 
     def _schedule(self) -> list[_Chunk]:
         """The next step's chunks: decodes first, then prefills in order of arrival."""
@@ -490,4 +490,5 @@ def group_pages(plan: Plan, group: CacheGroup, tokens: int, step_tokens: int | N
     """The most pages (or slots) of ``group`` that a request of ``tokens`` tokens holds at once."""
     if group.kind == "fixed":
         return SLOT_ENTRIES
-    return pages_needed(tokens, plan.page_size, group.window, min(tokens, step_tokens or plan.max_step_tokens))
+    step = min(tokens, step_tokens or plan.max_step_tokens)
+    return pages_needed(tokens, group.page_tokens(plan.page_size), group.window, step)

@@ -142,11 +142,11 @@ class SlotTable:
         self.pool = pool
         self.entries = np.full(SLOT_ENTRIES, -1, np.int32)
 
-    def needs(self, count: int) -> range:
-        """A hit of ``count`` pages needs the value after the last of them alone."""
-        return range(count - 1, count)
+    def needs(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """(start, end) of what positions from ``tokens`` on read of those before: the value after the last of them alone."""
+        yield tokens - 1, tokens
 
-    def adopt(self, count: int, slots: Sequence[int]) -> None:
+    def adopt(self, tokens: int, slots: Sequence[int]) -> None:
         """Reads next what ``needs`` has named."""
         self.entries[0] = slots[0]
         self.pool.share(slots[0])
@@ -193,29 +193,32 @@ class SlotTable:
 
 
 class BlockTable:
-    """One request's pages in one group: ``entries`` i32[max_pages], page ids by page index, -1 where there is none."""
+    """One request's pages in one group, of ``page_size`` tokens each: ``entries`` i32[max_pages], page ids by page index,
+    -1 where there is none."""
 
     def __init__(self, pool: PagePool, page_size: int, window: int, max_pages: int):
         self.pool, self.page_size, self.window = pool, page_size, window
         self.entries = np.full(max_pages, -1, np.int32)
         self._first = self._end = 0
 
-    def needs(self, count: int) -> range:
-        """Indices of the pages that positions after the first ``count`` pages read."""
-        return range(self._read_from(count * self.page_size), count)
+    def needs(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """(start, end) of the pages before ``tokens``, a page's end, that positions from there on read."""
+        for index in range(self._read_from(tokens), tokens // self.page_size):
+            yield index * self.page_size, (index + 1) * self.page_size
 
-    def adopt(self, count: int, pages: Sequence[int]) -> None:
+    def adopt(self, tokens: int, pages: Sequence[int]) -> None:
         """Holds the pages that ``needs`` has named, which others have filled; this table has none yet."""
+        count = tokens // self.page_size
         self._first, self._end = count - len(pages), count
         self.entries[self._first : count] = pages
         for page in pages:
             self.pool.share(page)
 
     def filled(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """(index, page) of pages that the rows from ``start`` to ``end`` have filled."""
+        """(end, page) of pages that the tokens from ``start`` to ``end`` have filled."""
         for index in range(start // self.page_size, end // self.page_size):
             if (page := int(self.entries[index])) >= 0:
-                yield index, page
+                yield (index + 1) * self.page_size, page
 
     def grow(self, tokens: int) -> None:
         """Holds pages for positions below ``tokens``."""

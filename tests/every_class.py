@@ -153,7 +153,8 @@ def states(artifact: Path) -> tuple[str, ...]:
     from adaptc.plan import Plan
 
     plan = Plan.from_json((artifact / "plan.json").read_text())
-    words = ((f"rows{f' in a window of {s.window}' if s.window else ''} of " if s.kind == "rows" else "one value of ")
+    words = ((f"rows{f' in a window of {s.window}' if s.window else ''}{f' for every {s.rate} tokens' if s.rate > 1 else ''} "
+              "of " if s.kind == "rows" else "one value of ")
              + " and ".join(f"{p.name} {p.heads}×{p.width}" for p in s.parts) for s in plan.states)
     return tuple(dict.fromkeys(words))
 

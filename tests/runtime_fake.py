@@ -11,7 +11,7 @@ import numpy as np
 
 from adaptc.artifact import ArtifactContents, Weight
 from adaptc.artifact_format import TextInfo
-from adaptc.plan import Buffer, CacheGroup, Kernel, Plan, State, StatePart, Symbol
+from adaptc.plan import Buffer, CacheGroup, Kernel, Plan, State, StatePart, Symbol, page_rows, page_tokens
 from adaptc.runtime.engine import Engine, group_pages
 from adaptc.runtime.pages import BlockTable, PagePool, SlotTable
 from adaptc.runtime.prefix import PrefixCache
@@ -21,17 +21,17 @@ DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
 def plan(
-    *, page_size=4, windows=(0, 5), max_context=48, max_step_tokens=8, max_requests=4, max_rows=4, layers=2, fixed=1,
+    *, page_size=4, windows=(0, 5), rates=(), max_context=48, max_step_tokens=8, max_requests=4, max_rows=4, layers=2, fixed=1,
     lengths=False,
 ) -> Plan:
-    """One cache group a window, ``layers`` states in each, and one of ``fixed`` fixed states. With ``lengths``, requests
+    """One cache group a window and one a rate, ``layers`` states in each, and one of ``fixed`` fixed states. With ``lengths``, requests
     that may come to have more than ``LONG`` tokens are computed otherwise."""
     groups, states = [], []
-    for i, window in enumerate(windows):
+    for i, (window, rate) in enumerate([*((window, 1) for window in windows), *((0, rate) for rate in rates)]):
         names = tuple(f"layer{i}.{j}" for j in range(layers))
-        groups.append(CacheGroup(f"group{i}", window, names, -(-max_context // page_size)))
+        groups.append(CacheGroup(f"group{i}", window, names, -(-max_context // page_tokens(page_size, rate)), rate=rate))
         parts = (StatePart("k", HEADS, WIDTH), StatePart("v", HEADS, WIDTH))
-        states += [State(name, "rows", f"group{i}", "f16", window, parts) for name in names]
+        states += [State(name, "rows", f"group{i}", "f16", window, parts, rate=rate) for name in names]
     if fixed:
         names = tuple(f"fixed.{j}" for j in range(fixed))
         groups.append(CacheGroup("fixed", 0, names, 2, "fixed"))
@@ -138,27 +138,28 @@ class FakeExecutable:
         return out
 
     def _layer(self, state, x, positions, requests):
-        page_size = self.plan.page_size
+        page_size, rate = page_rows(self.plan.page_size, state.rate), state.rate
         pool = self._states[state.name].view(DTYPES[state.dtype]).reshape(-1, 2, HEADS, page_size, WIDTH)
         table = self._inputs[f"pages:{state.group}"]
 
-        def page(request, position):
-            entry = table[request, position // page_size]
-            assert 0 <= entry < len(pool), f"entry {entry} for position {position}"
+        def page(request, number):
+            entry = table[request, number // page_size]
+            assert 0 <= entry < len(pool), f"entry {entry} for row {number}"
             return entry
 
         rows = x.reshape(-1, HEADS, WIDTH)
         for t, (p, r) in enumerate(zip(positions, requests)):
-            pool[page(r, p), 0, :, p % page_size] = np.tanh(rows[t])
-            pool[page(r, p), 1, :, p % page_size] = rows[t] * 0.5
+            if (p + 1) % rate == 0:
+                pool[page(r, p // rate), 0, :, p // rate % page_size] = np.tanh(rows[t])
+                pool[page(r, p // rate), 1, :, p // rate % page_size] = rows[t] * 0.5
         out = np.empty_like(rows)
         for t, (p, r) in enumerate(zip(positions, requests)):
             total, weight = np.zeros((HEADS, WIDTH), np.float32), np.zeros((HEADS, 1), np.float32)
-            for q in range(max(0, p - state.window + 1) if state.window else 0, p + 1):
+            for q in range(max(0, p - state.window + 1) if state.window else 0, (p + 1) // rate):
                 key, value = pool[page(r, q), :, :, q % page_size].astype(np.float32)
                 score = np.exp((rows[t] * key).sum(-1, keepdims=True) * np.float32(0.3))
                 total, weight = total + score * value, weight + score
-            out[t] = np.tanh(rows[t] + total / weight)
+            out[t] = np.tanh(rows[t] + total / np.maximum(weight, 1e-30))
         return out.reshape(len(x), -1)
 
 
@@ -198,10 +199,10 @@ def plain(tokens, plan_: Plan, seed: int = 0) -> np.ndarray:
         out = np.empty_like(rows)
         for p in range(len(rows)):
             total, weight = np.zeros((HEADS, WIDTH), np.float32), np.zeros((HEADS, 1), np.float32)
-            for q in range(max(0, p - state.window + 1) if state.window else 0, p + 1):
+            for q in range(state.rate - 1 + (max(0, p - state.window + 1) if state.window else 0), p + 1, state.rate):
                 score = np.exp((rows[p] * keys[q]).sum(-1, keepdims=True) * np.float32(0.3))
                 total, weight = total + score * values[q], weight + score
-            out[p] = np.tanh(rows[p] + total / weight)
+            out[p] = np.tanh(rows[p] + total / np.maximum(weight, 1e-30))
         x = out.reshape(len(x), -1)
     return np.stack([(row * table).sum(-1) * 3 for row in x])
 
@@ -246,7 +247,7 @@ def consistent(eng: Engine) -> None:
     for i, group in enumerate(eng.plan.groups):
         pool, held = eng.pools[group.name], []
         for request in eng._running.values():
-            table, size = request.tables[i].entries, eng.plan.page_size
+            table, size = request.tables[i].entries, group.page_tokens(eng.plan.page_size)
             if group.kind == "fixed":  # a slot has the value after each length, and none is written between steps
                 assert (table[0] >= 0) == (request.length > 0) and table[1] == -1
                 held += table[table >= 0].tolist()

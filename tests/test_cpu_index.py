@@ -89,6 +89,8 @@ def test_of_equal_scores_the_first_are_chosen():
     assert got[50].tolist() == [0, 1, 2, 3, 4, 5] and got[79].tolist() == [0, 1, 2, 3, 60, 70]
     index.data[0][1][:] = -1  # nothing is above 0
     assert index.step(index.everything())[79].tolist() == [0, 1, 2, 3, 4, 5]
+    index.data[0][0][:], index.data[0][2][:], index.data[0][1][1::2] = 1e-30, -1e-30, 1  # every second score underflows
+    assert index.step(index.everything())[79].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_falling_and_rising_scores_fill_the_room_for_candidates():

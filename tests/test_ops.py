@@ -93,6 +93,9 @@ INDEX = StateSpec((("index", 1, 8),), "f16", 0, 0, 0, 0)
 INDEXED = (f("T", 3, 8), f("T", 8), f("T", 3), *WHERE, INDEX)
 EARLIER = {6: lambda rng, sizes: np.stack([np.arange(sizes["T"]), np.full(sizes["T"], -1)], 1).astype(np.int32) // 2}
 """Rows that tokens choose: the one half as far from the start, and none."""
+HALVED = replace(LATENT, rate=2)
+SEEN = lambda rng, sizes: np.stack([(np.arange(sizes["T"]) + 1) // 2 - 1, np.full(sizes["T"], -1)], 1).astype(np.int32)  # noqa: E731
+"""Rows that tokens choose, of a row for every two tokens: the last one that they see."""
 BODY = (("mul", (0, 1), ()), ("constant", (), (("dtype", "f32"), ("shape", ()), ("value", 2.0))), ("add", (2, 3), ()),
         ("silu", (4,), ()))
 
@@ -146,6 +149,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         for x, bias in ((f("T", 8), ()), (f("T", 2, 8), (f(6, 5),)))),
     "head_linear": (Sample((f("T", 3, 8), f(20, 8)), {"start": 2, "step": 6, "rows": 4}),
                     Sample((f("T", 3, 4), f(20, 8)), {"start": 2, "step": 6, "rows": 4, "transposed": True})),
+    "sinkhorn": (Sample((f("T", 4, 4),), {"iterations": 3, "eps": 1e-3}, {0: positive("f32", "T", 4, 4)}),),
     "quantize": (Sample((f("T", 64),), {"group": 32}),),
     "rope": (Sample((f("T", 3, 8), f("T", 8), f("T", 8))),
              *(Sample((f("T", 3, 12), f("T", table), f("T", table)), {"interleaved": pairs, "turned": turned})
@@ -158,14 +162,25 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                   Sample((*HEADS, KV, f("T", 4), f("T", 4, 3)), {"scaling": 0.3, "extras": ("query_sinks", "distances")},
                          ATTENTION),
                   Sample((*HEADS, KV, t("i32", "T", 2)), {"scaling": 0.3, "extras": ("rows",)}, ATTENTION | EARLIER)),
-    "index_rows": (Sample(INDEXED, {"top_k": 3, "scaling": 0.3}, ATTENTION),),
+    "index_rows": (Sample(INDEXED, {"top_k": 3, "scaling": 0.3}, ATTENTION),
+                   Sample((*INDEXED[:5], replace(INDEX, rate=2)), {"top_k": 1, "scaling": 0.3}, ATTENTION)),
     "index_blocks": tuple(Sample((*INDEXED[:2], *WHERE, INDEX), {"top_k": 2, "block": 2, "local": local}, places(2))
                           for local in (0, 1)),
     "recall": tuple(Sample((HEADS[0], *HEADS[3:], KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras},
                            {1: ATTENTION[3], 2: ATTENTION[4], 3: filled}) for extras in ((), ("sinks",))),
     "latent_attention": (Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT), {"scaling": 0.3, "value_width": 6}, places(2)),
                          Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT, t("i32", "T", 2)),
-                                {"scaling": 0.3, "value_width": 6, "extras": ("rows",)}, places(2) | {5: EARLIER[6]})),
+                                {"scaling": 0.3, "value_width": 6, "extras": ("rows",)}, places(2) | {5: EARLIER[6]}),
+                         Sample((f("T", 4, 8), f("T", 8), *WHERE, replace(LATENT, window=2)),
+                                {"scaling": 0.3, "value_width": 8, "window": 2, "lse": True}, places(2)),
+                         Sample((f("T", 4, 8), f("T", 8), *WHERE, HALVED), {"scaling": 0.3, "value_width": 8, "lse": True},
+                                places(2)),
+                         Sample((f("T", 4, 8), f("T", 8), *WHERE, HALVED, t("i32", "T", 2)),
+                                {"scaling": 0.3, "value_width": 8, "lse": True, "extras": ("rows",)},
+                                places(2) | {5: SEEN})),
+    "pool": tuple(Sample((f("T", s, 6), f("T", s, 6), *WHERE, StateSpec.fixed("pool", heads, 6), *[f(r, s, 6)] * biased),
+                         {"rate": r}, places(2))
+                  for s, heads, r, biased in ((1, 3, 3, 0), (2, 9, 2, 1), (3, 18, 2, 1), (1, 3, 1, 1))),
     "convolve": tuple(Sample((f("T", 6), f(6, 4), *WHERE, StateSpec.fixed("window", 3, 6), *bias), given=places(2))
                       for bias in ((), (f(6),))),
     "recur": tuple(Sample((f("T", 2, k), f("T", 2, k), f("T", 2, v), f("T", 2, decays), *WHERE,
@@ -175,7 +190,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "running_max": (Sample((f("T", 6), f("T", 6), *WHERE, StateSpec.fixed("max", 1, 6)), given=places(2)),),
 }
 
-LEAVES = {"recall", "convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "index_rows", "index_blocks", "quantize",
+LEAVES = {"recall", "pool", "convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "index_rows", "index_blocks", "quantize",
           "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
@@ -281,7 +296,7 @@ def test_rows_are_well_formed_and_factors_fit(name):
     right = operator.factors.split("->")[1].split(",")
     for sample in SAMPLES[name]:
         results = operator.results(sample.attrs, sample.operands)
-        assert right[0].endswith("*") or len(right) == len(results)
+        assert right[-1].endswith("*") or len(right) == len(results)
         for term, spec in zip(right, results):
             assert len(term.strip(".*")) <= len(spec.shape)
 

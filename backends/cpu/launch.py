@@ -277,7 +277,7 @@ class _Memory:
             if count < 1:
                 raise OptionError(f"state {state.name}: its cache group {state.group!r} needs at least one page.")
             known = state.dtype in _DTYPES and state.kind in STATE_KINDS
-            if not known or plan.page_size < 1 or any(p.heads < 1 or p.width < 1 for p in state.parts):
+            if not known or plan.page_size < 1 or state.rate < 1 or any(p.heads < 1 or p.width < 1 for p in state.parts):
                 raise ArtifactError(f"plan.json: state {state.name} has a layout that makes no sense: {state}.")
             size = state.page_bytes(plan.page_size)
             self._pools[state.name] = Region(count * size).array().reshape(count, size)

@@ -18,6 +18,7 @@ from torch_mlir import ir
 
 from adaptc.errors import CaptureError
 from adaptc.ir.rewrite import definer, scalar, spec
+from adaptc.ops.recurrent import pooled
 from adaptc.protocol import StateSpec
 
 Rule = Callable[..., Any]
@@ -452,6 +453,17 @@ def _repeat(w, x, repeats):
     return _reshape(w, _broadcast(w, apart, wide))
 
 
+def _repeat_interleave(w, x, repeats, dim=None, output_size=None):
+    """Each element as often as said, side by side."""
+    own = w.b.shape(x)
+    if dim is None or not isinstance(repeats, int):
+        raise CaptureError("it repeats elements of all dimensions, or each as often as a tensor says; expected a number and "
+                           "a dimension.")
+    place = dim % len(own) + 1
+    apart = w.b.reshape(x, shape=own[:place] + (1,) + own[place:])
+    return _reshape(w, _broadcast(w, apart, own[:place] + (repeats,) + own[place:]))
+
+
 # ---- choices
 
 
@@ -812,14 +824,30 @@ def _attention(w, q, k, v, mask, extras, names, scaling, window, softcap):
     return w.b.reshape(w.b.attention(q, k, v, *where, state, *extras, **attrs), shape=w.shape)
 
 
-def _index_rows(w, query, key, weights, top_k, scaling):
+def _index_rows(w, query, key, weights, top_k, scaling, rate=1):
     """query[1,T,H,D], key[1,T,D], weights[1,T,H] → i32[1,T,top_k]."""
     _, tokens, heads, width = w.b.shape(query)
-    state = w.state(StateSpec((("index", 1, width),), "f32", 0, 0, 0, 0))
+    state = w.state(StateSpec((("index", 1, width),), "f32", 0, 0, 0, 0, rate=rate))
     rows = w.b.index_rows(w.b.reshape(query, shape=(tokens, heads, width)), w.b.reshape(key, shape=(tokens, width)),
                           w.b.reshape(weights, shape=(tokens, heads)), w.positions, w.requests, state, top_k=top_k,
                           scaling=scaling)
     return w.b.reshape(rows, shape=w.shape)
+
+
+def _entries(w, entries, chosen, rate):
+    return Mask("entries", rate)
+
+
+def _latent_attention(w, q, row, mask, rows, scaling):
+    """q[1,H,T,D], row[1,1,T,D] → [1,T,H,D] and [1,T,H]; the rows a token sees are the mask's (``shared_rows``)."""
+    width = w.b.shape(row)[3]
+    window, rate = (0, mask.window) if mask.kind == "entries" else (mask.window, 1)
+    state = w.state(StateSpec((("latent", 1, width),), "f32", window, 0, 0, 0, rate=rate))
+    chosen = [] if rows is None else [w.b.reshape(rows, shape=w.b.shape(rows)[1:])]
+    operands = (_rows(w, q), w.b.reshape(_rows(w, row), shape=("T", width)))
+    results = w.b.latent_attention(*operands, w.positions, w.requests, state, *chosen, scaling=scaling, value_width=width,
+                                   window=window, lse=True, extras=("rows",) if chosen else ())
+    return tuple(w.b.reshape(x, shape=(1, *w.b.shape(x))) for x in results)
 
 
 def _index_blocks(w, query, key, top_k, block, local):
@@ -868,6 +896,19 @@ def _running_max(w, x, decay):
     """x, decay [1,T,C] → [1,T,C]."""
     state = w.state(StateSpec.fixed("max", 1, w.b.shape(x)[2]))
     return _reshape(w, w.b.running_max(_of_tokens(w, x), _of_tokens(w, decay), w.positions, w.requests, state))
+
+
+def _pool(w, value, gate, bias, rate):
+    """value, gate [1,T,S,C], bias [m,S,C] → [1,T,C]."""
+    _, _, series, channels = w.b.shape(value)
+    state = w.state(StateSpec.fixed("pool", 3 * len(pooled(series)), channels))
+    result = w.b.pool(_of_tokens(w, value), _of_tokens(w, gate), w.positions, w.requests, state, w.value(bias), rate=rate)
+    return _reshape(w, result)
+
+
+def _sinkhorn(w, x, iterations, eps):
+    """[1,T,N,N], the same again."""
+    return _reshape(w, w.b.sinkhorn(_of_tokens(w, x), iterations=iterations, eps=eps))
 
 
 FLATTENED = frozenset(f"aten.{name}" for name in (
@@ -930,6 +971,7 @@ TABLE: dict[str, Rule] = {
     "aten.slice_scatter": _slice_scatter,
     "aten.select_scatter": _select_scatter,
     "aten.repeat": _repeat,
+    "aten.repeat_interleave": _repeat_interleave,
     "aten.max": _extreme("max"),
     "aten.min": _extreme("min"),
     "aten.topk": _top_k,
@@ -974,6 +1016,8 @@ TABLE: dict[str, Rule] = {
     "adaptc.mask": _mask,
     "adaptc.attention": _attention,
     "adaptc.index_rows": _index_rows,
+    "adaptc.entries": _entries,
+    "adaptc.latent_attention": _latent_attention,
     "adaptc.index_blocks": _index_blocks,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
@@ -981,4 +1025,6 @@ TABLE: dict[str, Rule] = {
     "adaptc.convolve": _convolve,
     "adaptc.recur": _recur,
     "adaptc.running_max": _running_max,
+    "adaptc.pool": _pool,
+    "adaptc.sinkhorn": _sinkhorn,
 }

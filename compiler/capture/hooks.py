@@ -4,7 +4,10 @@
     adaptc::attention(q[1,H,T,D], k[1,Hkv,T,D], v[1,Hkv,T,Dv], mask, extras, names, scaling, window, softcap) -> [1,T,H,Dv]
         ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order; and a last one,
         "pairs" [1,H,T,T], which is added to scores, until ``capture.attention`` has raised it to one of these
-    adaptc::index_rows(query[1,T,H,D], key[1,T,D], weights[1,T,H], top_k, scaling) -> i32[1,T,top_k]
+    adaptc::index_rows(query[1,T,H,D], key[1,T,D], weights[1,T,H], top_k, scaling, rate) -> i32[1,T,top_k]
+    adaptc::entries(entries[1,T,D], chosen i32[1,T,k], rate) -> [1,1,T,T]    a mask: a token sees the rows of tokens that end
+        windows of ``rate`` of them, or those that it has chosen, by their windows' numbers
+    adaptc::latent_attention(q[1,H,T,D], row[1,1,T,D], mask, rows, scaling) -> [1,T,H,D], [1,T,H]    its row, with lse
     adaptc::index_blocks(query[1,T,H,D], key[1,T,D], top_k, block, local) -> i32[1,T,H,top_k · block]
     adaptc::constant(values, shape, dtype, device) -> shape    numbers that Python has
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
@@ -75,10 +78,16 @@ def operators() -> None:
         "adaptc::expert_linear",
         "(Tensor x, Tensor experts, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
     )
-    torch.library.define("adaptc::index_rows",
-                         "(Tensor query, Tensor key, Tensor weights, int top_k, float scaling) -> Tensor")
+    torch.library.define("adaptc::index_rows", "(Tensor query, Tensor key, Tensor weights, int top_k, float scaling, "
+                         "int rate=1) -> Tensor")
     torch.library.register_fake("adaptc::index_rows", _index_shape)
     torch.library.impl("adaptc::index_rows", "CPU", _index_rows)
+    torch.library.define("adaptc::entries", "(Tensor entries, Tensor? chosen, int rate) -> Tensor")
+    torch.library.register_fake("adaptc::entries", lambda entries, chosen, rate: _mask_shape(entries, None, "", rate))
+    torch.library.impl("adaptc::entries", "CPU", _entries)
+    torch.library.define("adaptc::latent_attention",
+                         "(Tensor q, Tensor row, Tensor mask, Tensor? rows, float scaling) -> (Tensor, Tensor)")
+    torch.library.register_fake("adaptc::latent_attention", _latent_shape)
     torch.library.define("adaptc::index_blocks",
                          "(Tensor query, Tensor key, int top_k, int block, int local) -> Tensor")
     torch.library.register_fake("adaptc::index_blocks", _blocks_shape)
@@ -104,18 +113,35 @@ def _attention_shape(q, k, v, mask, extras, names, scaling, window, softcap):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
-def _index_shape(query, key, weights, top_k, scaling):
+def _latent_shape(q, row, mask, rows, scaling):
+    whole = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
+    return whole, torch.empty_like(whole[..., 0])
+
+
+def _index_shape(query, key, weights, top_k, scaling, rate=1):
     return query.new_empty((*query.shape[:2], top_k), dtype=torch.int32)
 
 
-def _index_rows(query, key, weights, top_k, scaling):
+def _index_rows(query, key, weights, top_k, scaling, rate=1):
     """Written out, to compute examples with."""
-    at = torch.arange(key.shape[1])
-    scores = ((query @ key.transpose(-1, -2)[:, None] * scaling).relu() * weights[..., None]).sum(2)
-    best, chosen = scores.masked_fill(at > at[:, None], float("-inf")).topk(min(top_k, len(at)))
-    chosen = chosen.masked_fill(best == float("-inf"), len(at)).sort().values
-    chosen = F.pad(chosen, (0, top_k - chosen.shape[-1]), value=len(at))
-    return chosen.masked_fill(chosen == len(at), -1).int()
+    keys = key[:, rate - 1 :: rate]
+    scores = ((query @ keys.transpose(-1, -2)[:, None] * scaling).relu() * weights[..., None]).sum(2)
+    numbers = torch.arange(keys.shape[1], device=key.device)
+    seen = (torch.arange(key.shape[1], device=key.device) + 1) // rate
+    scores = scores.masked_fill(numbers >= seen[:, None], float("-inf"))
+    chosen = scores.topk(min(top_k, keys.shape[1])).indices
+    chosen = torch.where(chosen < seen[:, None], chosen, keys.shape[1]).sort().values
+    chosen = torch.nn.functional.pad(chosen, (0, top_k - chosen.shape[-1]), value=keys.shape[1])
+    return torch.where(chosen < keys.shape[1], chosen, -1).int()
+
+
+def _entries(entries, chosen, rate):
+    """Written out, to compute examples with."""
+    at = torch.arange(entries.shape[1], device=entries.device)
+    seen = (at <= at[:, None]) & ((at + 1) % rate == 0)
+    if chosen is not None:
+        seen = seen & (chosen[0, :, :, None] == at // rate).any(1)
+    return torch.where(seen, 0.0, float("-inf"))[None, None]
 
 
 def _blocks_shape(query, key, top_k, block, local):

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from adaptc.capture import build, convolution, hooks, parts, repeat, trace
+from adaptc.capture import build, convolution, hooks, parts, repeat, shared_rows, trace
 from adaptc.capture.attention import raised
 from adaptc.capture.experts import routed
 from adaptc.capture.fold import fold
@@ -86,7 +86,7 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
     fixed = {name: value for name, value in constants.items() if name not in stored}
     try:
         exported = indexed(routed(exported), fixed, _context(text))
-        exported = convolution.raised(raised(exported, fixed, _context(text)))
+        exported = convolution.raised(shared_rows.raised(raised(exported, fixed, _context(text))))
     except CaptureError as error:
         problems.add(error)
         unknown(exported, problems)

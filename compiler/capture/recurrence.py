@@ -1,8 +1,11 @@
-"""Recurrences of the authors' code in traces: three operators that keep a value of fixed size a request.
+"""Recurrences of the authors' code in traces: four operators that keep a value of fixed size a request, and one that
+restates a loop within a token.
 
     adaptc::convolve(x[1,T,C], weight[C,W], bias[C]?) -> [1,T,C]     y = bias + Σ weight[w] · x of W - 1 - w tokens before
     adaptc::recur(query[1,T,H,K], key[1,T,H,K], value[1,T,H,V], decay[1,T,H,K|1], beta[1,T,H]?, read) -> [1,T,H,V]
     adaptc::running_max(x[1,T,C], decay[1,T,C]) -> [1,T,C]           m = max(m + decay, x), from -inf
+    adaptc::pool(value[1,T,S,C], gate[1,T,S,C], bias[m,S,C], rate m) -> [1,T,C]    as ``ops.recurrent`` says
+    adaptc::sinkhorn(x[1,T,N,N], iterations, eps) -> [1,T,N,N]       columns and rows in turn divided by sums
 
 ``recur`` holds S[K,V] a head, zeros at first: S = exp(decay) · S + key · uᵀ with u the value or, with ``beta``,
 beta · (value - keyᵀ · exp(decay) · S); the result is queryᵀ · S, of S "before" or "after" the token.
@@ -39,7 +42,12 @@ def operators() -> None:
     torch.library.register_fake("adaptc::convolve", lambda x, weight, bias: torch.empty_like(x))
     torch.library.register_fake("adaptc::recur", lambda query, key, value, decay, beta, read: torch.empty_like(value))
     torch.library.register_fake("adaptc::running_max", lambda x, decay: torch.empty_like(x))
-    for name, written_out in (("convolve", _convolve), ("recur", _recur), ("running_max", _running_max)):
+    torch.library.define("adaptc::pool", "(Tensor value, Tensor gate, Tensor bias, int rate) -> Tensor")
+    torch.library.register_fake("adaptc::pool", lambda value, gate, bias, rate: torch.empty_like(value[:, :, 0]))
+    torch.library.define("adaptc::sinkhorn", "(Tensor x, int iterations, float eps) -> Tensor")
+    torch.library.register_fake("adaptc::sinkhorn", lambda x, iterations, eps: torch.empty_like(x))
+    for name, written_out in (("convolve", _convolve), ("recur", _recur), ("running_max", _running_max), ("pool", _pool),
+                              ("sinkhorn", _sinkhorn)):
         torch.library.impl(f"adaptc::{name}", "CPU", written_out)
 
 
@@ -70,6 +78,23 @@ def _running_max(x, decay):
         held = torch.maximum(held + decay[:, t], x[:, t])
         results.append(held)
     return torch.stack(results, 1)
+
+
+def _pool(value, gate, bias, rate):
+    _, tokens, series, _ = value.shape
+    at, results = torch.arange(tokens, device=value.device), []
+    gate = gate + bias[at % rate]
+    for t in range(tokens):
+        seen = [(at <= t) & (at // rate == t // rate - (series - 1 - one)) for one in range(series)]
+        weights = torch.cat([gate[:, part, one] for one, part in enumerate(seen)], 1).softmax(1)
+        results.append((weights * torch.cat([value[:, part, one] for one, part in enumerate(seen)], 1)).sum(1))
+    return torch.stack(results, 1)
+
+
+def _sinkhorn(x, iterations, eps):
+    for number in range(2 * iterations - 1):
+        x = x / (x.sum(-1 if number % 2 else -2, keepdim=True) + eps)
+    return x
 
 
 # ---- where the authors' code has them
@@ -187,7 +212,10 @@ def _computes_the_same(found: _Found) -> bool:
             wanted = found.authors(*args, **keywords)
         except Exception:  # whatever code raises that takes other arguments
             return False
-        got = found.restated(*args, **keywords)
+        try:
+            got = found.restated(*args, **keywords)
+        except CaptureError:  # what it would need isn't there
+            return False
     wanted, got = (found.scan.compared(args, x) for x in (wanted, got))
     if not isinstance(wanted, torch.Tensor) or wanted.shape != got.shape:
         return False

@@ -1,4 +1,5 @@
-"""What recurrences go by in the authors' code, and how each is restated by the operators of ``capture.recurrence``.
+"""What recurrences, and modules of many small operators, go by in the authors' code, and how each is restated by the
+operators of ``capture.recurrence``.
 
 A restatement takes the arguments of the authors' function. Norms, softplus, steps of time, skips, gates and heads that
 share a group stay around the operators, in torch. Each row's example is computed both ways before a function of that
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from adaptc.capture import block_index, key_bias, pooled_index
+from adaptc.capture import block_index, compressors, hyper_connections, key_bias, pooled_index
 from adaptc.errors import CaptureError
 
 CHUNK = 16
@@ -281,6 +282,9 @@ SCANS: Mapping[str, Scan] = {
     "wrap_chunkwise_arbitrary_sequence_length": Scan(mlstm, _mlstm_example),
     "_rnn_scan": Scan(rglru, _rglru_example, "method"),
     "decay_factors": Scan(lightning_attention, _lightning_example, "forward"),
+    compressors.PARTS: Scan(compressors.compressor, compressors.example, "parts", compressors.compared),
+    hyper_connections.PARTS: Scan(hyper_connections.hyper_connection, hyper_connections.example, "parts",
+                                  hyper_connections.compared),
     block_index.PARTS: Scan(block_index.index, block_index.example, "parts", block_index.compared),
     pooled_index.PARTS: Scan(pooled_index.index, pooled_index.example, "parts", pooled_index.compared),
     "prepare_dynamic_mask": Scan(key_bias.dynamic_mask, key_bias.example, "method", key_bias.compared),

@@ -57,6 +57,10 @@ ANEW = ("adaptc.attention", "aten.embedding", "aten.layer_norm", "aten.linear", 
 """Operators that are looked at also where what they are given couldn't be made: it is a tensor like others to them."""
 
 
+MASKS = ("adaptc.mask", "adaptc.entries")
+"""Operators that stand for masks, which are never computed."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """How the files store a parameter: the ``tensor``'s rows, permuted by the rule ``rows``, plus ``add``."""
@@ -272,7 +276,7 @@ class _Walk:
         with location:
             self.b = Builder(self.point, self.place.module)
             try:
-                if isinstance(value, torch.Tensor) and not name.startswith("adaptc.mask"):
+                if isinstance(value, torch.Tensor) and name not in MASKS:
                     # a complex tensor is walked as two real ones: see aten.Complex
                     real = torch.float32 if value.is_complex() else value.dtype
                     self.shape, self.dtype = self._dims(value.shape), self._kind(real)

@@ -125,6 +125,8 @@ def to_type(spec: TensorSpec | StateSpec, tile: str = "") -> ir.Type:
         contract = {"kind": spec.kind, "parts": spec.parts, "dtype": spec.dtype, "window": spec.window}
         if spec.scale:
             contract["scale"] = spec.scale
+        if spec.rate != 1:
+            contract["rate"] = spec.rate
         if spec.page_size:
             contract |= {"page_size": spec.page_size, "key_block": spec.key_block, "max_pages": spec.max_pages}
         return ir.Type.parse(f"!adaptc.state<{to_attr(contract)}>")
@@ -163,7 +165,7 @@ def _spec_of(kind: ir.Type, text: str) -> TensorSpec | StateSpec:
         if c.get("kind") not in STATE_KINDS:
             raise LegalityError(f"type {text}: a state's kind is {' or '.join(map(repr, STATE_KINDS))}.")
         return StateSpec(c["parts"], c["dtype"], c["window"], c.get("page_size", 0), c.get("key_block", 0),
-                         c.get("max_pages", 0), c.get("scale", ""), c["kind"])
+                         c.get("max_pages", 0), c.get("scale", ""), c["kind"], c.get("rate", 1))
     if not isinstance(kind, ir.RankedTensorType):
         raise LegalityError(f"type {text} is neither a ranked tensor nor a state.")
     tensor = ir.RankedTensorType(kind)

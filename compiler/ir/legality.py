@@ -206,21 +206,22 @@ def _states(program: Program) -> None:
     """Walks a step's operators in the order they run, bodies expanded."""
     functions, slots = program.functions(), set(program.states())
     appended: set[str] = set()
+    stateful = {name: [op for op in function.entry_block.operations if _keeps(op)] for name, function in functions.items()}
     for op in functions[STEP].entry_block.operations:
-        if op.operation.name != "func.call":
+        if op.operation.name == "func.call":
+            passed = [_symbol(v, []) for v in op.operation.operands]
+            for inner in stateful[callee(op)]:
+                _stateful(program, functions[callee(op)], inner, slots, passed, appended)
+        elif _keeps(op):
             _stateful(program, functions[STEP], op, slots, [], appended)
-            continue
-        passed = [_symbol(v, []) for v in op.operation.operands]
-        for inner in functions[callee(op)].entry_block.operations:
-            _stateful(program, functions[callee(op)], inner, slots, passed, appended)
+
+
+def _keeps(op) -> bool:
+    return is_operator(op) and row(short_name(op)).state is not None
 
 
 def _stateful(program: Program, function, op, slots: set[str], passed: list, appended: set[str]) -> None:
-    if not is_operator(op):
-        return
     operator = row(short_name(op))
-    if operator.state is None:
-        return
     state = _symbol(op.operation.operands[operator.state], passed)
     if state not in slots:
         raise _at(program, function, op, "has a state that isn't a declared one's")

@@ -279,6 +279,30 @@ def _add_norm_down(name: str):
     return decompose
 
 
+def _infer_sinkhorn(attrs, operands):
+    (x,) = operands
+    expect(x.dtype == "f32" and len(x.shape) == 3 and x.shape[1] == x.shape[2],
+           f"sinkhorn: the input is {x.dtype}{list(x.shape)}, expected f32 [T, N, N].")
+    expect(attrs["iterations"] >= 1, f"sinkhorn: {attrs['iterations']} iterations, expected at least 1.")
+    return (x,)
+
+
+def _sinkhorn(attrs, x):
+    """Columns, then rows and columns in turn, divided by their sums and eps: 2 · iterations - 1 times in all, which makes
+    a positive matrix nearly doubly stochastic (Sinkhorn and Knopp 1967)."""
+    value = x.astype(np.float64)
+    for number in range(2 * attrs["iterations"] - 1):
+        value = value / (value.sum(2 if number % 2 else 1, keepdims=True) + attrs["eps"])
+    return (value.astype(np.float32),)
+
+
+def _sinkhorn_down(b, a, x):
+    for number in range(2 * a["iterations"] - 1):
+        total = b.reduce(x, kind="sum", axes=(2 if number % 2 else 1,), keepdims=True)
+        x = b.div(x, b.add(total, b.scalar(a["eps"], "f32")))
+    return (x,)
+
+
 def _infer_quantize(attrs, operands):
     (x,) = operands
     expect(
@@ -334,6 +358,9 @@ ROWS = [
     OpRow("add_layer_norm", ("x", "residual", "weight", "bias?"), _infer_norm("add_layer_norm", 1),
           _add_norm(_layer_norm), attrs={"eps": REQUIRED}, factors="...d,...d,d,d->...e,...d",
           cost=lambda a, o, r: scaled(size(o[0].shape), 8), decompose=_add_norm_down("layer_norm")),
+    OpRow("sinkhorn", ("x",), _infer_sinkhorn, _sinkhorn, attrs={"iterations": REQUIRED, "eps": REQUIRED}, factors="tij->tkl",
+          cost=lambda a, o, r: scaled(size(o[0].shape), 2 * (2 * a["iterations"] - 1)), decompose=_sinkhorn_down,
+          domain={"x": lambda values: np.abs(values) + 1e-3}),
     OpRow("quantize", ("x",), _infer_quantize, _quantize, attrs={"group": 32}, factors="tk->tc,tg,ts",
           cost=lambda a, o, r: scaled(size(o[0].shape), 3)),
 ]

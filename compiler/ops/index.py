@@ -32,14 +32,15 @@ def _infer_index(attrs, operands):
 
 
 def _index(attrs, query, key, weights, positions, requests, state: RowState):
-    """The ``top_k`` positions with the largest Σ over heads of weight · max(q·k · scaling, 0) among those up to the
-    token's own, in float64 and rounded once: ascending, of equal ones the lower, -1 where there are fewer."""
+    """The ``top_k`` rows with the largest Σ over heads of weight · max(q·k · scaling, 0) among those that the token sees
+    (positions up to its own; of a state with a row for several tokens, rows of those that are whole), in float64 and
+    rounded once: ascending, of equal ones the lower, -1 where there are fewer."""
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         state.append(request, position, (key[t][None],))
     result = np.full((len(query), attrs["top_k"]), -1, np.int32)
     for t, (position, request) in enumerate(zip(positions.tolist(), requests.tolist())):
         try:
-            (keys,) = state.read(request, 0, position + 1)
+            (keys,) = state.read(request, 0, state.seen(position))
         except KeyError:
             raise LegalityError(f"index_rows: request {request} lacks rows for positions below {position}.") from None
         dots = keys[:, 0].astype(np.float64) @ query[t].astype(np.float64).T
@@ -51,7 +52,7 @@ def _index(attrs, query, key, weights, positions, requests, state: RowState):
 
 def _index_flops(attrs, operands, results):
     query, _, _, _, _, state = operands
-    return scaled(size((*query.shape[:2], context_symbol(state.window), query.shape[2] + 1)), 2)
+    return scaled(size((*query.shape[:2], context_symbol(state.window, state.rate), query.shape[2] + 1)), 2)
 
 
 def _infer_blocks(attrs, operands):

@@ -24,19 +24,31 @@ def store(values: np.ndarray, dtype: str, scale: str = "") -> np.ndarray:
 
 
 class RowState:
-    """The oracle's rows of one state: per request, one array a part, indexed by position."""
+    """The oracle's rows of one state: per request, one array a part, indexed by position, or by that divided by the
+    state's rate."""
 
     def __init__(self, spec: StateSpec):
         self.spec = spec
         self.rows: dict[int, list[dict[int, np.ndarray]]] = {}
 
     def append(self, request: int, position: int, parts) -> None:
+        """The row of the token at ``position``, if it is one that has a row (``plan.State``)."""
+        if (position + 1) % self.spec.rate == 0:
+            self.put(request, position // self.spec.rate, parts)
+
+    def put(self, request: int, number: int, parts) -> None:
         table = self.rows.setdefault(request, [{} for _ in self.spec.parts])
         for rows, value in zip(table, parts):
-            rows[position] = store(value, self.spec.dtype, self.spec.scale)
+            rows[number] = store(value, self.spec.dtype, self.spec.scale)
+
+    def seen(self, position: int) -> int:
+        """How many rows a token at ``position`` may see."""
+        return (position + 1) // self.spec.rate
 
     def read(self, request: int, lo: int, hi: int) -> list[np.ndarray]:
-        """Rows of positions lo..hi-1 of each part, [hi - lo, heads, width]."""
+        """Rows lo..hi-1 of each part, [hi - lo, heads, width]."""
+        if lo == hi:
+            return [np.zeros((0, heads, width), np.float32) for _, heads, width in self.spec.parts]
         return [np.stack([rows[p] for p in range(lo, hi)]) for rows in self.rows[request]]
 
 
@@ -131,11 +143,11 @@ def _expect_rows(name: str, rows, tokens, window: int) -> None:
            f"{name}: rows are {rows.dtype}{list(rows.shape)} with a window of {window}; expected i32[T, K] and none.")
 
 
-def _chosen(name: str, rows: np.ndarray, position: int) -> np.ndarray:
-    """The positions that a token's ``rows`` name."""
+def _chosen(name: str, rows: np.ndarray, position: int, seen: int) -> np.ndarray:
+    """What a token's ``rows`` name, of the ``seen`` rows that it sees."""
     places = rows[rows >= 0]
-    expect(0 < len(places) and places.max() <= position,
-           f"{name}: position {position} chooses {places.tolist()}; expected positions up to it.")
+    expect(places.max(initial=-1) < seen and bool(len(places)) == bool(seen),
+           f"{name}: position {position} chooses {places.tolist()} of the {seen} rows that it sees; expected some of them.")
     return places
 
 
@@ -219,7 +231,7 @@ def _recall(attrs, q, positions, requests, state: RowState, *extras):
             raise LegalityError(f"attention: request {request} lacks rows for positions below {position}.") from None
         places = np.arange(lo, position + 1)
         if "rows" in given:
-            places = _chosen("attention", given["rows"][t], position)
+            places = _chosen("attention", given["rows"][t], position, position + 1)
             keys, values = keys[places], values[places]
         query = q[t].reshape(shape).astype(np.float64)
         scores = np.einsum("hgd,phd->hgp", query, keys.astype(np.float64)) * attrs["scaling"]
@@ -241,9 +253,11 @@ def _recall(attrs, q, positions, requests, state: RowState, *extras):
     return (result,)
 
 
-def _rows_read(window: int, rows) -> str:
+def _rows_read(attrs, operands) -> str:
     """The rows of the context that each request reads, or that each token chooses, if ``rows`` say which."""
-    return f"T*{context_symbol(rows[0].shape[1])}" if rows else f"R*{context_symbol(window)}"
+    rate = next(o.rate for o in operands if isinstance(o, StateSpec))
+    rows = _rows_of(attrs, operands)
+    return f"T*{context_symbol(rows[0].shape[1], rate)}" if rows else f"R*{context_symbol(attrs['window'], rate)}"
 
 
 def _rows_of(attrs, operands) -> list:
@@ -253,13 +267,13 @@ def _rows_of(attrs, operands) -> list:
 
 def _attention_flops(attrs, operands, results):
     q, (result,) = operands[0], results
-    context = _rows_read(attrs["window"], _rows_of(attrs, operands)).split("*")[1]
+    context = _rows_read(attrs, operands).split("*")[1]
     return scaled(size((q.shape[0], q.shape[1], context, q.shape[2] + result.shape[2])), 2)
 
 
 _EXTRAS, _FACTORS = ("sinks?", "query_sinks?", "slopes?", "distances?", "rows?"), "h,th,h,thn,tk"
 _ATTENTION = {"scaling": REQUIRED, "window": 0, "chunked": False, "softcap": 0.0, "extras": ()}
-_READ = {"rows_read": lambda a, o: _rows_read(a.get("window", 0), _rows_of(a, o)), "earlier": ("rows",)}
+_READ = {"rows_read": _rows_read, "earlier": ("rows",)}
 
 
 def _infer_latent(attrs, operands):
@@ -269,9 +283,11 @@ def _infer_latent(attrs, operands):
     kinds = tuple(o.dtype for o in operands[:4])
     expect(kinds == ("f32", "f32", "i32", "i32"), f"latent_attention: operands are {', '.join(kinds)}; expected query "
                                                   "and row in f32, positions and requests in i32.")
-    expect(state.kind == "rows" and len(state.parts) == 1 and not state.window,
-           f"latent_attention: the state keeps {state.kind} of {state.parts} in a window of {state.window}; expected rows "
-           "of one part, and no window.")
+    expect(state.kind == "rows" and len(state.parts) == 1,
+           f"latent_attention: the state keeps {state.kind} of {state.parts}; expected rows of one part.")
+    expect(attrs["window"] == state.window, f"latent_attention: window {attrs['window']}, the state's is {state.window}.")
+    expect(state.rate == 1 or not state.window,
+           f"latent_attention: the state has a row for every {state.rate} tokens, and a window of {state.window}.")
     (_, heads, width), = state.parts
     expect(
         len(query.shape) == 3 and row.shape == (query.shape[0], width) and query.shape[2] == width and heads == 1,
@@ -285,32 +301,42 @@ def _infer_latent(attrs, operands):
     )
     values = attrs["value_width"]
     expect(0 < values <= width, f"latent_attention: values are the first {values} of {width} columns.")
-    return (TensorSpec("f32", (*query.shape[:2], values)),)
+    result = TensorSpec("f32", (*query.shape[:2], values))
+    return (result, TensorSpec("f32", query.shape[:2])) if attrs["lse"] else (result,)
 
 
 def _latent(attrs, query, row, positions, requests, state: RowState, chosen=None):
     """softmax(query·rowsᵀ·scaling)·values, in float64: all heads share the rows that a token sees, or of them those that
-    it has chosen, and the first ``value_width`` columns of a row are its value."""
+    it has chosen, and the first ``value_width`` columns of a row are its value. A token that sees none gets zeros. With
+    ``lse`` there is log Σ exp(query·rowᵀ·scaling) beside it, -∞ of none, by which attention over several states is
+    put together (https://arxiv.org/abs/2501.01005)."""
     places = list(enumerate(zip(positions.tolist(), requests.tolist())))
     for t, (position, request) in places:
         state.append(request, position, (row[t][None],))
-    result = np.empty((*query.shape[:2], attrs["value_width"]), np.float32)
+    result = np.zeros((*query.shape[:2], attrs["value_width"]), np.float32)
+    lse = np.full(query.shape[:2], -np.inf, np.float32)
     for t, (position, request) in places:
+        seen = state.seen(position)
         try:
-            (rows,) = state.read(request, 0, position + 1)
+            (rows,) = state.read(request, max(0, seen - attrs["window"]) if attrs["window"] else 0, seen)
         except KeyError:
             raise LegalityError(f"latent_attention: request {request} lacks rows for positions below {position}.") from None
         rows = rows[:, 0].astype(np.float64)
-        rows = rows if chosen is None else rows[_chosen("latent_attention", chosen[t], position)]
+        rows = rows if chosen is None else rows[_chosen("latent_attention", chosen[t], position, seen)]
+        if not len(rows):
+            continue
         scores = query[t].astype(np.float64) @ rows.T * attrs["scaling"]
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        result[t] = weights / weights.sum(-1, keepdims=True) @ rows[:, : attrs["value_width"]]
-    return (result,)
+        top = scores.max(-1, keepdims=True)
+        weights = np.exp(scores - top)
+        total = weights.sum(-1, keepdims=True)
+        result[t] = weights / total @ rows[:, : attrs["value_width"]]
+        lse[t] = (top + np.log(total))[:, 0]
+    return (result, lse) if attrs["lse"] else (result,)
 
 
 def _latent_flops(attrs, operands, results):
     tokens, heads, width = operands[0].shape
-    context = _rows_read(0, _rows_of(attrs, operands)).split("*")[1]
+    context = _rows_read(attrs, operands).split("*")[1]
     return scaled(size((tokens, heads, context, width + attrs["value_width"])), 2)
 
 
@@ -323,7 +349,8 @@ ROWS = [
     OpRow("recall", ("q", "positions", "requests", "state", *_EXTRAS), _infer_recall, _recall, attrs=_ATTENTION,
           factors=f"thd,t,t,{_FACTORS}->the", cost=_attention_flops, state=3, appends=False, **_READ),
     OpRow("latent_attention", ("query", "row", "positions", "requests", "state", "rows?"), _infer_latent, _latent,
-          attrs={"scaling": REQUIRED, "value_width": REQUIRED, "extras": ()}, factors="thd,td,t,t,tk->the",
+          attrs={"scaling": REQUIRED, "value_width": REQUIRED, "window": 0, "lse": False, "extras": ()},
+          factors="thd,td,t,t,tk->the,th*",
           cost=_latent_flops, state=4, **_READ),
 ]
 """``recall`` is attention over rows that another operator of the step appends: layers that share keys and values."""

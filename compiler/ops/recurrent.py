@@ -1,4 +1,4 @@
-"""Operators with a value of fixed size a request: causal convolution, linear recurrences and running maxima.
+"""Operators with a value of fixed size a request: causal convolution, linear recurrences, running maxima and pooling.
 
 Their state is what the tokens so far have made of it, in float32. A step's tokens of one request stand side by side, in
 order, and advance it one by one, so that every way of cutting a sequence into steps gives the same.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from adaptc.ops.mixing import FixedState
-from adaptc.ops.table import OpRow, expect, scaled, size
+from adaptc.ops.table import REQUIRED, OpRow, expect, scaled, size
 from adaptc.protocol import StateSpec, TensorSpec
 
 READ = ("after", "before")
@@ -150,6 +150,54 @@ def _running_max(attrs, x, decay, positions, requests, state: FixedState):
     return (_advance(state, positions, requests, -np.inf, token),)
 
 
+# ---- pool
+
+
+def pooled(series: int) -> list[tuple[int, int]]:
+    """What ``pool`` keeps, in order: (series, how many windows ago) of each running softmax."""
+    return [(one, ago) for one in range(series) for ago in range(series - one)]
+
+
+def _infer_pool(attrs, operands):
+    value, gate, positions, requests, state, *bias = operands
+    three = len(value.shape) == 3 and all(isinstance(d, int) for d in value.shape[1:])
+    tokens, *inner = value.shape
+    _check_floats("pool", value=(value, "[T, S, C]", three),
+                  gate=(gate, f"{list(value.shape)}", gate.shape == value.shape), **{"bias": (b, f"[{attrs['rate']}, S, C]", b.shape == (attrs["rate"], *inner)) for b in bias})
+    expect(attrs["rate"] >= 1, f"pool: the rate is {attrs['rate']}, expected the tokens of a window, 1 at least.")
+    _check_places("pool", tokens, positions, requests)
+    _check_state("pool", state, 3 * len(pooled(inner[0])), inner[1])
+    return (TensorSpec("f32", (tokens, inner[1])),)
+
+
+def _pool(attrs, value, gate, positions, requests, state: FixedState, bias=None):
+    """Σ softmax(gate + bias) · value, for each channel over the tokens so far of a window of ``rate``, counted from position
+    0, by the last series, over those of the whole window before by the one before it, and so on; bias[i] belongs to a
+    window's i-th token. Of each series, the running softmax of the open window is kept, and of those before it that
+    later windows need: its largest gate, the sum of exponentials and that of values."""
+    _, series, channels = value.shape
+    rate, kept = attrs["rate"], pooled(series)
+
+    def token(t, held):
+        before = {place: held[3 * i : 3 * i + 3].astype(np.float64) for i, place in enumerate(kept)}
+        window, inside = divmod(int(positions[t]), rate)
+        if inside == 0:
+            before = {(one, ago): before[one, ago - 1] if ago else np.zeros((3, channels)) for one, ago in kept}
+        for one in range(series):
+            top, total, weighed = before[one, 0]
+            own = gate[t, one].astype(np.float64) + (0 if bias is None else bias[inside, one])
+            most = np.maximum(top, own) if inside else own
+            old, new = np.exp(top - most) if inside else 0.0, np.exp(own - most)
+            before[one, 0] = np.stack([most, total * old + new, weighed * old + value[t, one] * new])
+        read = [before[one, series - 1 - one] for one in range(series) if window >= series - 1 - one]
+        most = np.max([top for top, _, _ in read], 0)
+        total = sum(np.exp(top - most) * total for top, total, _ in read)
+        result = sum(np.exp(top - most) * weighed for top, _, weighed in read) / total
+        return result, np.concatenate([before[place] for place in kept])
+
+    return (_advance(state, positions, requests, 0.0, token),)
+
+
 # ---- what they are verified with: values that models give them
 
 
@@ -184,9 +232,13 @@ ROWS = [
     OpRow("running_max", ("x", "decay", "positions", "requests", "state"), _infer_running_max, _running_max,
           factors="tc,tc,t,t->tc", cost=lambda a, o, r: scaled(size(o[0].shape), 2), state=4, keeps="fixed",
           ranges=RANGES, domain={"decay": _forgets}),
+    OpRow("pool", ("value", "gate", "positions", "requests", "state", "bias?"), _infer_pool, _pool,
+          attrs={"rate": REQUIRED}, factors="tsc,tsc,t,t,rsc->tc",
+          cost=lambda a, o, r: scaled(size(o[0].shape), 8), state=4, keeps="fixed"),
 ]
 """convolve: a causal depthwise convolution, torch's cross-correlation: the last tap multiplies the current token. Its
 state is the window of the W - 1 tokens before.
 recur: a linear recurrence of a matrix a head: gated delta rule, KDA, Mamba (heads = channels and V = 1 for the first),
 linear attention, RG-LRU (K = V = 1), RWKV.
-running_max: what keeps exponentials of recurrences in range."""
+running_max: what keeps exponentials of recurrences in range.
+pool: compressed attention's entries, of which the one at a window's last token is kept (DeepSeek-V4)."""

@@ -51,7 +51,7 @@ class OpRow:
     attrs      attribute name → default value, which also says its kind, or REQUIRED
     infer      (attrs, operand specs) → result specs; raises LegalityError naming what doesn't fit
     factors    einsum-like rule of which dimensions correspond, e.g. "tk,nk->tn", with a term for each of ``operands``
-               but a state, ``*`` where that repeats; "..." = elementwise over shared dims
+               but a state, ``*`` where that repeats or is left out; "..." = elementwise over shared dims
     axes       (attrs, operand specs, result specs) → ``axes.AxisMap``, where attributes say what becomes of an axis
     cost       (attrs, operand specs, result specs) → FLOPs as a Form; bytes follow from the specs
     meaning    (attrs, *arrays) → tuple of arrays, in plain float32 numpy: the oracle
@@ -269,9 +269,10 @@ def size(shape: Sequence[int | str]) -> Form:
     return {"*".join(sorted(symbols)): number}
 
 
-def context_symbol(window: int) -> str:
-    """The symbol for the cache rows that a token reads: ``C``, or ``C<512`` for at most 512 of them."""
-    return f"C<{window}" if window else "C"
+def context_symbol(window: int, rate: int = 1) -> str:
+    """The symbol for the cache rows that a token reads: ``C``, ``C<512`` for at most 512 of them, ``C/4`` where there is
+    one for every 4 tokens."""
+    return ("C" if rate == 1 else f"C/{rate}") + (f"<{window}" if window else "")
 
 
 def scaled(form: Form, factor: int) -> Form:

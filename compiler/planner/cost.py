@@ -19,7 +19,7 @@ PackedBytes = Callable[[WeightFormat, tuple[int, int]], int]
 @dataclass(frozen=True)
 class Cost:
     """FLOPs and bytes moved, as sums of products of symbols: T tokens, R requests, S sampled rows, C context rows of a
-    request, C<512 at most 512 of them. ``dtype`` is what the arithmetic multiplies in."""
+    request, C<512 at most 512 of them, C/4 a quarter. ``dtype`` is what the arithmetic multiplies in."""
 
     flops: Form
     traffic: Form
@@ -37,7 +37,8 @@ def cost_of(spec: OpSpec, packed: PackedBytes) -> Cost:
     whole = [_bytes(o, packed) for o in (*spec.operands, *spec.results)]
     for i, operand in enumerate(spec.operands):
         if isinstance(operand, StateSpec):
-            reads = operator.rows_read(attrs, spec.operands) if operator.rows_read else f"R*{context_symbol(operand.window)}"
+            reads = operator.rows_read(attrs, spec.operands) if operator.rows_read else (
+                f"R*{context_symbol(operand.window, operand.rate)}")
             whole[i] = STATE_BYTES[operand.kind](operand, operator.appends, reads)
     if operator.gathers:
         table, rows = operator.gathers
@@ -59,9 +60,8 @@ def _bytes(spec: TensorSpec | StateSpec, packed: PackedBytes) -> Form:
 
 def _row_state_bytes(spec: StateSpec, appends: bool, reads: str) -> Form:
     """The rows that the step's tokens append, and those that it reads."""
-    row_bytes = spec.token_bytes()
-    read = {reads: row_bytes}
-    return added({"T": row_bytes}, read) if appends else read
+    read = {reads: spec.row_bytes()}
+    return added({"T": -(-spec.row_bytes() // spec.rate)}, read) if appends else read
 
 
 def _fixed_state_bytes(spec: StateSpec, appends: bool, reads: str) -> Form:

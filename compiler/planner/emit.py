@@ -69,11 +69,12 @@ class _Emitter:
     def _group(self, spec: StateSpec) -> str:
         if spec.kind == "fixed":
             return "fixed"
-        return f"window{spec.window}" if spec.window else "full"
+        kept = f"window{spec.window}" if spec.window else "full"
+        return kept if spec.rate == 1 else f"{kept}_of_{spec.rate}"
 
     def _state(self, name: str, spec: StateSpec) -> State:
         parts = tuple(StatePart(*part) for part in spec.parts)
-        return State(name, spec.kind, self._group(spec), spec.dtype, spec.window, parts, spec.scale)
+        return State(name, spec.kind, self._group(spec), spec.dtype, spec.window, parts, spec.scale, spec.rate)
 
     def groups(self) -> tuple[CacheGroup, ...]:
         members: dict[str, list[State]] = {}
@@ -81,13 +82,16 @@ class _Emitter:
             members.setdefault(state.group, []).append(state)
         return tuple(
             CacheGroup(name, states[0].window, tuple(sorted(s.name for s in states)),
-                       self.slots[states[0].name].spec.max_pages, states[0].kind)
+                       self.slots[states[0].name].spec.max_pages, states[0].kind, states[0].rate)
             for name, states in sorted(members.items())
         )
 
     def paging(self) -> tuple[int, int]:
-        """(page size, key block) of all states; a program without states has pages of one token."""
-        found = {(slot.spec.page_size, slot.spec.key_block) for slot in self.slots.values()}
+        """(page size, key block) of all states; a program without states has pages of one token. Those of a row for
+        several tokens have other pages, which follow from it."""
+        specs = [slot.spec for slot in self.slots.values()]
+        found = {(s.page_size, s.key_block) for s in specs if s.rate == 1} or {
+            (s.page_size * s.rate, s.key_block) for s in specs}
         if len(found) > 1 or (0, 0) in found:
             raise LegalityError(f"the states' (page size, key block) are {sorted(found)}; expected one pair, not 0.")
         return found.pop() if found else (1, 1)
@@ -125,7 +129,7 @@ class _Emitter:
         if place.memory == "symbol":
             return self._symbol(place.at)
         position = place.at + (frame if place.memory == "frame" else 0)
-        shape = "x".join(map(str, spec.shape)) or "1"
+        shape = "x".join(map(str, spec.shape)) or "scalar"
         return self._buffer(f"arena:{position}:{spec.dtype}:{shape}", "arena", spec, offset=position)
 
     # ---- operators

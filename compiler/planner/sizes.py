@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
+from math import ceil, prod
 
 from adaptc.ir.module import Program, spec_of
 from adaptc.ops.table import row
@@ -41,7 +41,12 @@ def cache_bytes(program: Program, context: int) -> tuple[int, int]:
     states = [slot.spec for slot in program.states().values()]
     kept = (min(context, s.window + s.page_size) if s.window else context for s in states)
     whole = sum(s.token_bytes() * tokens + s.request_bytes() for s, tokens in zip(states, kept))
-    return sum(s.token_bytes() for s in states), whole
+    return ceil(sum(s.token_bytes() for s in states)), ceil(whole)
+
+
+def window_bytes(program: Program) -> int:
+    """Of the bytes of caches that a token takes, those that it takes only while it is in a window."""
+    return ceil(sum(slot.spec.token_bytes() for slot in program.states().values() if slot.spec.window))
 
 
 def fixed_bytes(program: Program) -> dict[str, int]:

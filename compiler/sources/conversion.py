@@ -70,7 +70,8 @@ class ConvertedTensor:
 
 def converted(stored: Mapping[str, SourceTensor], model: Any) -> Mapping[str, SourceTensor | ConvertedTensor]:
     """``stored`` under the names, and in the pieces, that transformers' ``model`` has them in, which may be on the meta
-    device: its table is asked for each model within it."""
+    device: its table is asked for each model within it. A tensor that has the name of a parameter keeps it where the
+    table, meant for what another program published, would make that the name of none."""
     renamings, converters = _transforms(model)
     if not renamings and not converters:
         return stored
@@ -79,8 +80,11 @@ def converted(stored: Mapping[str, SourceTensor], model: Any) -> Mapping[str, So
     result: dict[str, SourceTensor | ConvertedTensor] = {}
     collected: dict[str, tuple[Any, list[tuple[str, SourceTensor]]]] = {}
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    own = frozenset(model.state_dict())
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters)
+        if name in own and target not in own:
+            target, pattern = name, None
         if pattern is not None:
             collected.setdefault(target, (of_pattern[pattern], []))[1].append((pattern, stored[name]))
         elif target in result:

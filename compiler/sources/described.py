@@ -16,7 +16,7 @@ from adaptc.models.modules import MODULES
 from adaptc.sources.accounting import leaves
 from adaptc.sources.binding import Binding, listed
 from adaptc.sources.huggingface import PLAUSIBLE_LAYERS, read_json
-from adaptc.sources.quantization import FIELD, Quantization, quantization
+from adaptc.sources.quantization import EXPERTS, FIELD, Quantization, quantization
 from adaptc.sources.source import Source
 from adaptc.sources.text import TextBundle
 from adaptc.sources.waiver import Waiver
@@ -55,7 +55,10 @@ class DescribedSource(Source):
         given = self._whole = read_json(self.path)
         self.wrapper = given.get("model_type") if isinstance(given.get(TEXT), dict) else None
         given = text_model(given)
-        self.quantization: Quantization | None = quantization(given.pop(FIELD, None), self.name)
+        stated = given.pop(FIELD, None)
+        if isinstance(stated, dict) and EXPERTS in given:
+            stated = {EXPERTS: given.pop(EXPERTS), **stated}
+        self.quantization: Quantization | None = quantization(stated, self.name)
         self._given = given
         self._tensors: dict[str, StatedTensor] = {}
         if not isinstance(given.get("model_type"), str):
@@ -133,10 +136,11 @@ class DescribedSource(Source):
         self.elements = {name: parameter.numel() for name, parameter in module.named_parameters()}
         self.formats = dict.fromkeys(self.elements, self.dtype)
         own = MODULES.get(self._given["model_type"])
-        for name in _matrices(module, self.quantization) if self.quantization else ():
-            plain = own and own.plain and re.search(own.plain, name.removesuffix(".weight"))
-            if name in self.formats and not plain:
-                self.formats[name] = self.quantization.format
+        left = [own.plain] if own and own.plain else []
+        left += [re.escape(name) for name in getattr(module, "_keep_in_fp32_modules", None) or ()]
+        for name, format in _matrices(module, self.quantization) if self.quantization else ():
+            if name in self.formats and not any(re.search(one, name.removesuffix(".weight")) for one in left):
+                self.formats[name] = format
         self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         self.architecture = type(module).__name__
 
@@ -170,9 +174,9 @@ class DescribedSource(Source):
         return TextBundle()
 
 
-def _matrices(module: Any, stated: Quantization) -> Iterable[str]:
-    """Parameters that the files hold quantised: of linear maps but the head, and of stacks of experts, what ``stated``
-    covers."""
+def _matrices(module: Any, stated: Quantization) -> Iterable[tuple[str, WeightFormat]]:
+    """Parameters that the files hold quantised, and how: of linear maps but the head, and of stacks of experts, what
+    ``stated`` covers."""
     from torch import nn
     from torch.nn.modules.conv import _ConvNd
 
@@ -181,9 +185,10 @@ def _matrices(module: Any, stated: Quantization) -> Iterable[str]:
         if not stated.covers(path):
             continue
         if isinstance(part, nn.Linear) and part is not head and not stated.experts_only:
-            yield f"{path}.weight"
+            yield f"{path}.weight", stated.format
         if not isinstance(part, _ConvNd):
-            yield from (f"{path}.{name}" for name, p in part.named_parameters(recurse=False) if p.ndim == 3)
+            yield from ((f"{path}.{name}", stated.experts or stated.format)
+                        for name, p in part.named_parameters(recurse=False) if p.ndim == 3)
 
 
 def is_described(path: Path) -> bool:

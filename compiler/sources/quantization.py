@@ -17,6 +17,9 @@ from adaptc.formats import FORMATS, WeightFormat
 
 FIELD = "quantization_config"
 
+EXPERTS = "expert_dtype"
+"""A field that the first files which have it state beside the others: in which format experts are."""
+
 MXFP4_PAIRS = "mxfp4-pack-quantized"
 """The layout whose values are read too (``sources.compressed``)."""
 
@@ -24,13 +27,14 @@ MXFP4_PAIRS = "mxfp4-pack-quantized"
 @dataclass(frozen=True)
 class Quantization:
     """``format`` of the matrices of linear maps and of experts, or of ``experts_only``, but of the modules that ``left``
-    matches: patterns of their paths, regular expressions after "re:". ``layout``: how compressed-tensors calls the way in
-    which it lies in files."""
+    matches: patterns of their paths, regular expressions after "re:". ``experts``: that of experts, where it is another.
+    ``layout``: how compressed-tensors calls the way in which it lies in files."""
 
     format: WeightFormat
     left: tuple[str, ...] = ()
     experts_only: bool = False
     layout: str = ""
+    experts: WeightFormat | None = None
 
     def covers(self, module: str) -> bool:
         """Whether the matrices of the module of that path are quantised."""
@@ -76,7 +80,8 @@ def _fp8(stated: Mapping[str, Any], model: str) -> Quantization:
     rows, columns = stated["weight_block_size"]
     scale = {None: "f32", "ue8m0": "e8m0"}[stated.get("scale_fmt")]
     format = WeightFormat(f"fp8_{rows}x{columns}", "f8", group=columns, rows=rows, scale=(scale,), superblock=columns)
-    return Quantization(format, tuple(stated.get("modules_to_not_convert") or ()))
+    experts = FORMATS["mxfp4"] if stated.get(EXPERTS) == "fp4" else None
+    return Quantization(format, tuple(stated.get("modules_to_not_convert") or ()), experts=experts)
 
 
 def _mxfp4(stated: Mapping[str, Any], model: str) -> Quantization:
@@ -116,7 +121,7 @@ _WEIGHTS: Mapping[str, tuple | None] = {
 }
 KINDS: Mapping[str, tuple[Mapping[str, tuple | None], Callable[[Mapping[str, Any], str], Quantization]]] = {
     "fp8": ({"quant_method": None, "fmt": ("e4m3",), "activation_scheme": None, "weight_block_size": ([128, 128],),
-             "scale_fmt": (None, "ue8m0"), "modules_to_not_convert": None}, _fp8),
+             "scale_fmt": (None, "ue8m0"), "modules_to_not_convert": None, EXPERTS: ("fp8", "fp4")}, _fp8),
     "mxfp4": ({"quant_method": None, "modules_to_not_convert": None}, _mxfp4),
     "compressed-tensors": ({"quant_method": None, "config_groups": None, "ignore": None, "kv_cache_scheme": (None,),
                             "format": ("pack-quantized", MXFP4_PAIRS), "quantization_status": None,

@@ -45,7 +45,7 @@ def check(subject: Subject, tokens: Sequence[int], progress: Callable) -> tuple[
     windows = [g.window for g in subject.plan.groups if g.window]
     crossed = max([w for w in windows if w <= CROSSED], default=0)
     long = [w for w in windows if w > CROSSED]
-    length = max(20, crossed + subject.plan.page_size + 3)
+    length = max(20, crossed + subject.plan.page_size + 3, *(2 * g.rate + 3 for g in subject.plan.groups))
     length = min(length, subject.plan.max_context - 4)
     sequence = fitted(tokens, length)
 
@@ -70,17 +70,17 @@ def fitted(tokens: Sequence[int], length: int) -> list[int]:
 
 
 def _contracts(subject: Subject, level: Level) -> None:
-    """Each state says the same in the captured program and in the plan: kind, parts and window. Where a pass has found a
+    """Each state says the same in the captured program and in the plan: kind, parts, window and rate. Where a pass has found a
     narrower form of the rows (the fact "restated"), that is what the plan must say."""
     states = {s.name: s for s in subject.plan.states}
     slots, restated = subject.captured.states(), subject.laid_out.fact("restated", ())
     for name, slot in slots.items():
         parts = subject.laid_out.states()[name].spec.parts if name in restated else slot.spec.parts
-        wanted = (slot.spec.kind, parts, slot.spec.window)
+        wanted = (slot.spec.kind, parts, slot.spec.window, slot.spec.rate)
         held = states.get(name)
-        got = (held.kind, tuple((p.name, p.heads, p.width) for p in held.parts), held.window) if held else None
+        got = (held.kind, tuple((p.name, p.heads, p.width) for p in held.parts), held.window, held.rate) if held else None
         if got != wanted:
-            level.findings.append(Finding(f"the plan keeps (kind, parts, window) {got}, the program says {wanted}",
+            level.findings.append(Finding(f"the plan keeps (kind, parts, window, rate) {got}, the program says {wanted}",
                                           f"state {name}", slot.source))
     level.covered.append(f"contracts of {len(slots)} states")
 
@@ -295,6 +295,6 @@ def _one_step(executable, plan, tokens: list[int]) -> dict[str, int]:
     for group in plan.groups:
         table = executable.inputs(f"pages:{group.name}")
         table[...] = -1
-        first = [-1, 0] if group.kind == "fixed" else np.arange(-(-count // plan.page_size))
+        first = [-1, 0] if group.kind == "fixed" else np.arange(-(-count // group.page_tokens(plan.page_size)))
         table[0, : len(first)] = first
     return {"T": count, "R": 1, "S": sampled}

@@ -159,7 +159,7 @@ class Caller:
         operator, names = row(variant.spec.op), row(variant.spec.op).operands
         kind: StateSpec = variant.spec.operands[operator.state]
         tokens, requests = case.sizes["T"], max(1, min(case.sizes["R"], case.sizes["T"]))
-        past = max(case.past, (kind.window or 2 * kind.key_block) + kind.page_size + 3)
+        past = max(case.past, ((kind.window or 2 * kind.key_block) + kind.page_size) * kind.rate + 3)
         past = min(self.plan.max_context - -(-tokens // requests), past)
         cache = Cache.of(kind, self.most["R"], self.plan.max_context, self.most["T"], self.subject.random("pages"))
         self.fill(variant, where, maker, cache, past)
@@ -197,7 +197,8 @@ class Caller:
         for index, place in enumerate(operator.places(spec.attrs, len(spec.operands))):
             if operator.operands[place].rstrip("?") in operator.earlier:
                 most = spec.operands[index].shape[1]
-                yield index, earlier(positions, most, self.subject.random("earlier", len(positions), int(positions.max())))
+                rate = spec.operands[operator.state].rate
+                yield index, earlier(positions, most, rate, self.subject.random("earlier", len(positions), int(positions.max())))
 
     def compare(self, variant: Variant, where: Place, case: Case, operands: list, before: list, context: int,
                 cache: Cache | None = None) -> Outcome:

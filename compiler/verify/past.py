@@ -57,18 +57,19 @@ class _Pages(Cache):
     """Rows, in pages."""
 
     def __init__(self, kind: StateSpec, requests: int, context: int, tokens: int, rng: np.random.Generator):
-        pages = -(-context // kind.page_size) + -(-tokens // kind.page_size) + requests + 2
+        size = self.tokens = kind.page_size * kind.rate
+        pages = -(-context // size) + -(-tokens // size) + requests + 2
         super().__init__(kind, pages, requests, rng)
 
     def hold(self, request: int, tokens: int) -> None:
         table = self.memory[1][request]
         first = int(np.flatnonzero(table >= 0)[-1]) + 1 if (table >= 0).any() else 0
-        for page in range(first, -(-tokens // self.kind.page_size)):
+        for page in range(first, -(-tokens // self.tokens)):
             table[page] = self.free.pop()
 
     def forget(self, request: int, length: int) -> None:
         if self.kind.window:
-            for page in range(max(0, length - self.kind.window + 1) // self.kind.page_size):
+            for page in range(max(0, length - self.kind.window + 1) // self.tokens):
                 self.memory[0][self.memory[1][request, page]] = 0xFF
                 self.memory[1][request, page] = -1
 
@@ -98,12 +99,13 @@ class _Slots(Cache):
         return pool[np.setdiff1d(np.arange(len(pool)), table[:, 1])].copy()
 
 
-def earlier(positions: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
-    """i32[T, most]: for each token, positions up to its own, some or all of them, ascending, then -1."""
+def earlier(positions: np.ndarray, most: int, rate: int, rng: np.random.Generator) -> np.ndarray:
+    """i32[T, most]: for each token, rows that it sees of a state of that rate, some or all of them, ascending, then -1."""
     rows = np.full((len(positions), most), -1, np.int32)
     for row, position in zip(rows, positions.tolist()):
-        count = rng.integers(1, min(most, position + 1) + 1)
-        row[:count] = np.sort(rng.choice(position + 1, count, replace=False))
+        seen = (position + 1) // rate
+        count = rng.integers(1, min(most, seen) + 1) if seen else 0
+        row[:count] = np.sort(rng.choice(seen, count, replace=False))
     return rows
 
 

@@ -190,10 +190,10 @@ class _ShakenRows(RowState):
         self.rows = {request: [{p: _shaken(row, rng) for p, row in rows.items()} for rows in parts]
                      for request, parts in state.rows.items()}
 
-    def append(self, request: int, position: int, parts) -> None:
-        super().append(request, position, parts)
+    def put(self, request: int, number: int, parts) -> None:
+        super().put(request, number, parts)
         for rows in self.rows[request]:
-            rows[position] = _shaken(rows[position], self.rng)
+            rows[number] = _shaken(rows[number], self.rng)
 
 
 class _ShakenValue(FixedState):

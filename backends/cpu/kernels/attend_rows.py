@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from adaptc.backends.cpu.kernels.attention import pieces_of, state_of
+from adaptc.backends.cpu.kernels.attention import lse_of, pieces_of, state_of
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value
 from adaptc.backends.cpu.kernels.online_softmax import Rows, Running, Stored, Visit
 from adaptc.backends.cpu.kernels.pages import Copies, Pages, load_index, room
@@ -21,7 +21,9 @@ def emit(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     e = Emitter(level)
     heads, sets, most, block = (params[k] for k in ("heads", "sets", "top_k", "key_block"))
     group = heads // sets
-    query, requests, pool, table, *sinks, chosen, out = (e.buffer(i) for i in range(len(signature(params))))
+    query, requests, pool, table, *more = (e.buffer(i) for i in range(len(signature(params))))
+    lse = more.pop() if params["lse"] else None
+    *sinks, chosen, out = more
     rows, visit = Rows(e, params), Visit(e, params)
     copies = Copies(e, params, Pages(e, params, pool, table))
     tops, totals = room(e, group * rows.lanes), room(e, group * rows.lanes)
@@ -54,14 +56,15 @@ def emit(params: Mapping[str, Any], symbol: str, level: Level) -> str:
                     visit(data, [row_of(n) for n in numbers], queries, e.const(0, "i64"), here)
         with e.loop(0, group) as number:
             sink = e.at(sinks[0], e.add(begins, number.index), "f32") if sinks else None
-            rows.finish(row_of(number.index), sink)
+            rows.finish(row_of(number.index), sink, e.at(lse, e.add(first, number.index), "f32") if lse else None)
     return e.text(symbol)
 
 
 def signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     query, out = (f"f32[T,{params['heads']},{params[name]}]" for name in ("width", "value_width"))
     sinks = [f"in:f32[{params['heads']}]"] if params["sinks"] else []
-    return (f"in:{query}", "in:i32[T]", *state_of(params), *sinks, f"in:i32[T,{params['top_k']}]", f"out:{out}")
+    return (f"in:{query}", "in:i32[T]", *state_of(params), *sinks, f"in:i32[T,{params['top_k']}]", f"out:{out}",
+            *lse_of(params))
 
 
 FAMILIES = {"attend_rows": Family(emit, signature)}

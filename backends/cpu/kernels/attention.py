@@ -19,7 +19,7 @@ from typing import Any
 
 from adaptc.backends.cpu.kernels import vmath
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value, vec
-from adaptc.backends.cpu.kernels.division import TILE_ROWS, Count, Division, Unit, first_key, tile_tokens
+from adaptc.backends.cpu.kernels.division import TILE_ROWS, Count, Division, Unit, first_key, seen, tile_tokens
 from adaptc.backends.cpu.kernels.elementwise import STORED, narrow
 from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Bias, Copied, Rows, Running, Stored, Visit
 from adaptc.backends.cpu.kernels.pages import (COLUMNS, Block, Pages, common_lanes, load_index, page_elements, part_widths,
@@ -66,18 +66,28 @@ def emit_append(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     lanes = common_lanes(e, params)
     floats = vec(lanes, "f32")
     low, high = e.share(e.mul(e.size("T"), heads))
-    with e.loop(low, high) as unit:
-        token, head = e.div(unit.index, heads), e.rem(unit.index, heads)
-        page, slot = pages.at(load_index(e, requests, token), load_index(e, positions, token))
+
+    def append(unit: Value, token: Value, row: Value) -> None:
+        head = e.rem(unit, heads)
+        page, slot = pages.at(load_index(e, requests, token), row)
         scales = pages.scales(page, slot, head) or (None,) * len(widths)
         for source, width, target, scale in zip(given, widths, pages.rows(page, slot, head), scales):
-            start = e.at(source, e.mul(unit.index, width), "f32")
+            start = e.at(source, e.mul(unit, width), "f32")
             if scale is not None:
                 _quantized(e, start, width, lanes, target, scale)
                 continue
             with e.loop(0, width, lanes) as column:
-                row = e.load(e.at(start, column.index, "f32"), floats)
-                e.store(narrow(e, row, dtype), e.at(target, column.index, STORED[dtype]))
+                values = e.load(e.at(start, column.index, "f32"), floats)
+                e.store(narrow(e, values, dtype), e.at(target, column.index, STORED[dtype]))
+
+    with e.loop(low, high) as unit:
+        token = e.div(unit.index, heads)
+        position, rate = load_index(e, positions, token), params["rate"]
+        if rate == 1:
+            append(unit.index, token, position)
+        else:
+            with e.when(e.compare("eq", e.rem(position, rate), rate - 1)):
+                append(unit.index, token, e.div(position, rate))
     return e.text(symbol)
 
 
@@ -103,6 +113,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     slopes = more.pop(0) if params["slopes"] else None
     distances = more.pop(0) if params["distances"] else None
     slots = more.pop(0) if params["slots"] else None
+    lse = more.pop() if params["lse"] else None
     out = more.pop()
     rows, visit, copied = Rows(e, params), Visit(e, params), Copied(e, params)
     floats = rows.floats
@@ -138,7 +149,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         the block's, if there are several tokens."""
         position = e.add(unit.position, token)
         low = e.max(e.sub(first_key(e, params, position), base), 0)
-        high = e.min(e.add(e.sub(position, base), 1), block)
+        high = e.min(e.sub(seen(e, params, position), base), block)
 
         def run(first: Value, number: int) -> None:
             chosen = [e.add(first, i) for i in range(number)]
@@ -161,7 +172,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         with e.loop(0, count, tokens_together) as token:
             end = e.add(token.index, tokens_together)
             if tokens_together > 1:
-                sees = e.compare("sge", e.add(unit.position, token.index), e.add(base, block - 1))
+                sees = e.compare("sge", seen(e, params, e.add(unit.position, token.index)), e.add(base, block))
                 last = first_key(e, params, e.add(unit.position, e.sub(end, 1)))
                 all_see = e.and_(e.and_(e.compare("sle", end, count), sees), e.compare("sle", last, base))
                 with e.when(all_see):
@@ -176,7 +187,7 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
         request, one = load_index(e, requests, unit.first), e.compare("eq", e.sub(unit.end, unit.first), 1)
         head = unit.set if params["kv_heads"] == params["sets"] else e.div(unit.set, params["sets"] // params["kv_heads"])
         start = e.mul(number, span)
-        end = e.add(unit.position, e.sub(unit.end, unit.first))
+        end = seen(e, params, e.add(unit.position, e.sub(e.sub(unit.end, unit.first), 1)))
         least, most = e.max(start, first_key(e, params, unit.position)), e.min(e.add(start, span), end)
         with e.loop(e.div(least, block), e.div(e.add(most, block - 1), block)) as index:
             base = e.mul(index.index, block)
@@ -220,7 +231,8 @@ def emit_attend(params: Mapping[str, Any], symbol: str, level: Level) -> str:
             def finish(row: Value) -> None:
                 offset = offset_of(unit, row)
                 number = offset if params["query_sinks"] else e.rem(offset, heads)
-                rows.finish(whole(unit, row), e.at(sinks, number, "f32") if sinks else None)
+                rows.finish(whole(unit, row), e.at(sinks, number, "f32") if sinks else None,
+                            e.at(lse, offset, "f32") if lse else None)
 
             with e.when(alone):
                 each_row(unit, finish)
@@ -238,7 +250,7 @@ def emit_merge(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     heads, group = params["heads"], params["heads"] // params["sets"]
     positions, requests, *more = (e.buffer(i) for i in range(len(merge_signature(params))))
     sinks = more.pop(0) if params["sinks"] or params["query_sinks"] else None
-    slots, out = more
+    slots, out, *lse = more
     rows = Rows(e, params)
     top, total = room(e, rows.lanes), room(e, rows.lanes)
     with e.when(e.compare("sgt", e.n, 1)):
@@ -260,7 +272,8 @@ def emit_merge(params: Mapping[str, Any], symbol: str, level: Level) -> str:
                             slot = e.add(unit.base, e.add(e.mul(count, e.sub(span.index, unit.low)), row.index))
                             rows.merge(whole, rows.piece(slots, slot))
                     number = offset if params["query_sinks"] else head
-                    rows.finish(whole, e.at(sinks, number, "f32") if sinks else None)
+                    rows.finish(whole, e.at(sinks, number, "f32") if sinks else None,
+                                e.at(lse[0], offset, "f32") if lse else None)
 
         division.units(work)
     return e.text(symbol)
@@ -296,12 +309,18 @@ def attend_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     query, out = (f"f32[T,{params['heads']},{params[name]}]" for name in ("width", "value_width"))
     extras, slots = _shared(params)
     extras += [f"in:f32[T,{params['heads']},{params['distances']}]"] if params["distances"] else []
-    return (f"in:{query}", "in:i32[T]", "in:i32[T]", *state_of(params), *extras, *slots, f"out:{out}")
+    return (f"in:{query}", "in:i32[T]", "in:i32[T]", *state_of(params), *extras, *slots, f"out:{out}", *lse_of(params))
 
 
 def merge_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
     sinks, slots = _shared(params)
-    return ("in:i32[T]", "in:i32[T]", *sinks, *slots, f"out:f32[T,{params['heads']},{params['value_width']}]")
+    out = f"out:f32[T,{params['heads']},{params['value_width']}]"
+    return ("in:i32[T]", "in:i32[T]", *sinks, *slots, out, *lse_of(params))
+
+
+def lse_of(params: Mapping[str, Any]) -> list[str]:
+    """An entry for the logarithms of rows' sums, if they are wanted."""
+    return [f"out:f32[T,{params['heads']}]"] if params["lse"] else []
 
 
 FAMILIES = {
@@ -339,12 +358,13 @@ def select(spec: OpSpec) -> Selection | None:
         return None
     paging = {
         "dtype": state.dtype, "kv_heads": kv_heads, "latent": latent, "max_pages": state.max_pages,
-        "page_size": state.page_size, "scale": state.scale, "value_width": value_width, "width": width,
+        "page_size": state.page_size, "rate": state.rate, "scale": state.scale, "value_width": value_width, "width": width,
     }  # fmt: skip
     division = {
-        "chunked": bool(spec.attrs.get("chunked", False)), "heads": heads,
+        "chunked": bool(spec.attrs.get("chunked", False)), "heads": heads, "lse": len(spec.results) > 1,
         "query_sinks": "query_sinks" in extras, "sets": _sets(heads) if latent else kv_heads, "sinks": "sinks" in extras,
-        "slots": slots_for(state, heads), "span": SPAN_BLOCKS * state.key_block, "value_width": value_width,
+        "rate": state.rate, "slots": slots_for(state, heads), "span": SPAN_BLOCKS * state.key_block,
+        "value_width": value_width,
         "window": int(spec.attrs.get("window", 0)),
     }  # fmt: skip
     attend = paging | division | {
@@ -356,12 +376,13 @@ def select(spec: OpSpec) -> Selection | None:
     slots = ["scratch:0"] if division["slots"] else []
     merged = [operand for name, operand in extras.items() if name in ("sinks", "query_sinks")]
     append = [("kv_append", paging, (*kept, *where, *cache))] if kept else []
+    results = [f"result:{i}" for i in range(len(spec.results))]
     if "rows" in extras:
         return _select_chosen(append, paging, attend, spec.operands[-1].shape[1], extras,
-                              ("operand:0", where[1], *cache, *extras.values(), "result:0"))
-    uses = [*append, ("attend", attend, ("operand:0", *where, *cache, *extras.values(), *slots, "result:0"))]
+                              ("operand:0", where[1], *cache, *extras.values(), *results))
+    uses = [*append, ("attend", attend, ("operand:0", *where, *cache, *extras.values(), *slots, *results))]
     if slots:
-        uses.append(("attend_merge", merge, (*where, *merged, *slots, "result:0")))
+        uses.append(("attend_merge", merge, (*where, *merged, *slots, *results)))
     return Selection(uses_of(uses), (_pieces(division),) if division["slots"] else ())
 
 
@@ -370,7 +391,7 @@ def _select_chosen(append: list[tuple], paging: Mapping[str, Any], attend: Mappi
     """``attend_rows`` in place of ``attend``, which has neither biases by distance nor sinks of queries."""
     if set(extras) - {"sinks", "rows"}:
         return None
-    names = ("heads", "key_block", "scaling", "sets", "softcap")
+    names = ("heads", "key_block", "lse", "scaling", "sets", "softcap")
     params = dict(paging) | {name: attend[name] for name in names} | {"sinks": "sinks" in extras, "top_k": chosen}
     return Selection(uses_of([*append, ("attend_rows", params, args)]))
 

@@ -55,6 +55,11 @@ def first_key(e: Emitter, params: Mapping[str, Any], position: Value) -> Value:
     return e.max(e.sub(position, window - 1), 0) if window else e.const(0, "i64")
 
 
+def seen(e: Emitter, params: Mapping[str, Any], position: Value) -> Value:
+    """How many rows a token at ``position`` sees, counted from the first of all (``plan.State``)."""
+    return e.div(e.add(position, 1), params["rate"]) if params["rate"] > 1 else e.add(position, 1)
+
+
 def tile_tokens(params: Mapping[str, Any]) -> int:
     """Tokens that share the reading of their keys, at most."""
     return max(1, min(16, TILE_ROWS // (params["heads"] // params["sets"])))
@@ -122,6 +127,8 @@ class Division:
             position = load_index(e, self.positions, first)
             least, most = self._keys(first, end)
             low, high = (e.div(k, self.params["span"]) for k in (least, e.add(most, self.params["span"] - 1)))
+            if self.params["rate"] > 1:  # tokens that see nothing have a span without keys
+                high = e.max(high, 1)
             with e.loop(0, self.params["sets"]) as number:
                 unit = Unit(first, end, number.index, position, low, high, e.const(False, "i1"), self.slots.get())
                 if self.params["slots"]:
@@ -162,7 +169,7 @@ class Division:
     def _keys(self, first: Value, end: Value) -> tuple[Value, Value]:
         """Keys that any token of a stretch sees: from, up to."""
         e, start = self.e, load_index(self.e, self.positions, first)
-        return first_key(e, self.params, start), e.add(start, e.sub(end, first))
+        return first_key(e, self.params, start), seen(e, self.params, e.add(start, e.sub(e.sub(end, first), 1)))
 
     def _weight(self, first: Value, end: Value) -> Value:
         """Cost of a key: to read it, and to multiply it by every row."""
@@ -170,7 +177,7 @@ class Division:
 
     def _cost(self, first: Value, end: Value) -> Value:
         least, most = self._keys(first, end)
-        return self.e.mul(self.e.sub(most, least), self._weight(first, end))
+        return self.e.mul(self.e.max(self.e.sub(most, least), 1), self._weight(first, end))
 
     def _stretches(self, body: Callable[[Value, Value], None]) -> None:
         e = self.e

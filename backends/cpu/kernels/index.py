@@ -19,7 +19,7 @@ from typing import Any
 
 from adaptc.backends.cpu.kernels.attention import uses_of
 from adaptc.backends.cpu.kernels.base import Emitter, Family, Value
-from adaptc.backends.cpu.kernels.division import Count
+from adaptc.backends.cpu.kernels.division import Count, seen
 from adaptc.backends.cpu.kernels.online_softmax import TOGETHER, Stored
 from adaptc.backends.cpu.kernels.pages import COLUMNS, Block, Pages, load_index, page_elements, room
 from adaptc.backends.cpu.levels import Level
@@ -75,7 +75,7 @@ class Candidates:
     def offer(self, score: Value, position: Value) -> None:
         """Keeps a position, later than those before it, whose score (f32) is above that of the last one wanted."""
         e = self.e
-        bits = e.cast("bitcast", score, "i32")
+        bits = e.cast("bitcast", e.add(score, 0.0), "i32")  # -0, as underflow leaves it, is no less than 0
         ordered = e.xor(bits, e.or_(e.sar(bits, 31), -(2**31)))
         with e.when(e.compare("sgt", e.cast("extui", ordered, "i64"), self.least.get())):
             with e.when(e.compare("eq", self.count.get(), self.capacity)):
@@ -142,7 +142,7 @@ def emit_scores(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     tokens = e.size("T")
     scorer = Scorer(e, params, query, weights, pool, table)
     with e.when(e.compare("sle", tokens, FEW)), e.loop(0, tokens) as token:
-        request, end = load_index(e, requests, token.index), e.add(load_index(e, positions, token.index), 1)
+        request, end = load_index(e, requests, token.index), seen(e, params, load_index(e, positions, token.index))
         row = e.at(scores, e.mul(token.index, _room(params)), "f32")
         low, high = e.share(e.div(e.add(end, params["key_block"] - 1), params["key_block"]))
         _blocks(e, params, low, high, end, lambda base, stop: scorer(token.index, request, base, stop,
@@ -159,7 +159,7 @@ def emit_rows(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     here, chosen = room(e, params["key_block"]), Candidates(e, params["top_k"])
     low, high = e.share(tokens)
     with e.loop(low, high) as token:
-        request, end = load_index(e, requests, token.index), e.add(load_index(e, positions, token.index), 1)
+        request, end = load_index(e, requests, token.index), seen(e, params, load_index(e, positions, token.index))
         row = e.at(scores, e.mul(token.index, _room(params)), "f32")
         chosen.clear()
 
@@ -207,7 +207,7 @@ def select(spec: OpSpec) -> Selection | None:
         return None
     paging = {
         "dtype": state.dtype, "kv_heads": 1, "latent": True, "max_pages": state.max_pages,
-        "page_size": state.page_size, "scale": state.scale, "width": width,
+        "page_size": state.page_size, "rate": state.rate, "scale": state.scale, "width": width,
     }  # fmt: skip
     scores = paging | {"heads": heads, "key_block": state.key_block, "scaling": float(spec.attrs["scaling"])}
     rows = scores | {"top_k": spec.attrs["top_k"]}

@@ -16,7 +16,7 @@ from typing import Any
 from adaptc.backends.cpu.kernels import vmath
 from adaptc.backends.cpu.kernels.base import Emitter, Value, vec
 from adaptc.backends.cpu.kernels.base import lanes as lanes_of
-from adaptc.backends.cpu.kernels.division import first_key
+from adaptc.backends.cpu.kernels.division import first_key, seen
 from adaptc.backends.cpu.kernels.elementwise import STORED
 from adaptc.backends.cpu.kernels.pages import Place, common_lanes, part_widths, prefetch, room
 from adaptc.plan import DTYPE_BYTES
@@ -292,10 +292,17 @@ class Rows:
         for to, source in self.each(whole.values, part.values):
             e.store(e.fma(load(source), new, e.mul(load(to), old)), to)
 
-    def finish(self, row: Running, sink: Value | None) -> None:
-        """Divides by the sum, to which ``sink`` (a pointer) adds a score without a value."""
+    def finish(self, row: Running, sink: Value | None, lse: Value | None = None) -> None:
+        """Divides by the sum, to which ``sink`` (a pointer) adds a score without a value. The logarithm of the sum of
+        exponentials of scores goes to ``lse``, if there is one; of a row that sees no keys it is -∞, and the row 0."""
         e = self.e
-        total = e.splat(e.reduce(e.add, e.load(row.total, self.floats)), self.lanes)
+        one = e.reduce(e.add, e.load(row.total, self.floats))
+        total = e.splat(one, self.lanes)
+        if lse is not None:
+            some = e.compare("une", one, 0.0)
+            total = e.splat(e.select(some, one, e.const(1.0, "f32")), self.lanes)
+            whole = e.add(vmath.log(e, total), e.load(row.top, self.floats))
+            e.store(e.lane(whole, 0), lse)
         if sink is not None:  # where it is far above every key, the sum is infinite and the row 0
             score = e.splat(e.load(sink, "f32"), self.lanes)
             total = e.add(total, vmath.exp(e, e.sub(score, e.load(row.top, self.floats))))
@@ -306,7 +313,7 @@ class Rows:
         """Whether a row sees any key of a span."""
         e, start = self.e, self.e.mul(span, self.params["span"])
         ends = e.compare("sgt", e.add(start, self.params["span"]), first_key(e, self.params, position))
-        return e.and_(e.compare("sle", start, position), ends)
+        return e.and_(e.compare("slt", start, seen(e, self.params, position)), ends)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Operators with a value of fixed size a request: ``convolve``, ``recur`` and ``running_max``.
+"""Operators with a value of fixed size a request: ``convolve``, ``recur``, ``running_max`` and ``pool``.
 
 A request's value lies in the slots of a pool, [part][head][width] in float32. A step reads one slot, writes another and
 leaves the first as it is (``plan.CacheGroup``). Every token advances the value in the same way, one after the other,
@@ -345,6 +345,71 @@ def _emit_numbers(params: Mapping[str, Any], symbol: str, level: Level) -> str:
     return e.text(symbol)
 
 
+# ---- pool
+
+
+def pooled(series: int) -> list[tuple[int, int]]:
+    """What is kept, in order: (series, how many windows ago) of each running softmax."""
+    return [(one, ago) for one in range(series) for ago in range(series - one)]
+
+
+def emit_pool(params: Mapping[str, Any], symbol: str, level: Level) -> str:
+    """What is kept of a vector of channels is in registers while a request's tokens go by: three vectors for each running
+    softmax of ``pooled``."""
+    e = Emitter(level)
+    count, series, rate = (params[name] for name in ("channels", "series", "rate"))
+    value, gate, positions, requests, pool, table, *bias, out = (e.buffer(i) for i in range(len(pool_signature(params))))
+    kept = pooled(series)
+    slots, tokens = Slots(e, pool, table, 3 * len(kept) * count), e.size("T")
+    nothing = (-math.inf, 0.0, 0.0)  # the largest gate, the sum of exponentials, that of values
+    with channels(e, count) as (first, mask):
+
+        def advance(begin: Value, end: Value, request: Value) -> None:
+            old, fresh, new = slots.of(request, first)
+            held = [_held(e, fresh, 0.0, e.at(old, j * count, "f32"), mask) for j in range(3 * len(kept))]
+            with e.loop(begin, end, init=held) as token:
+                position = load_index(e, positions, token.index)
+                window, inside = e.div(position, rate), e.rem(position, rate)
+                opens = e.compare("eq", inside, 0)
+                at = lambda p, row: e.at(p, e.add(e.mul(row, count), first), "f32")  # noqa: E731
+                load = lambda p, row: e.load(at(p, row), e.floats, mask=mask)  # noqa: E731
+                before = {place: token.args[3 * i : 3 * i + 3] for i, place in enumerate(kept)}
+                now = {}
+                for one, ago in kept:
+                    moved = before[one, ago - 1] if ago else [e.const(number, e.floats) for number in nothing]
+                    now[one, ago] = [e.select(opens, x, y) for x, y in zip(moved, before[one, ago])]
+                for one in range(series):
+                    top, total, weighed = now[one, 0]
+                    row = e.add(e.mul(token.index, series), one)
+                    own = load(gate, row)
+                    if bias:
+                        own = e.add(own, load(bias[0], e.add(e.mul(inside, series), one)))
+                    most = vmath.maximum(e, top, own)
+                    shrinks, weight = (vmath.exp_of_negative(e, e.sub(x, most)) for x in (top, own))
+                    now[one, 0] = [most, e.fma(total, shrinks, weight),
+                                   e.fma(load(value, row), weight, e.mul(weighed, shrinks))]
+                tops, read = [], []
+                for one in range(series):
+                    ago = series - 1 - one
+                    top, *sums = now[one, ago]
+                    read.append(sums)
+                    tops.append(e.select(e.compare("sge", window, ago), top, e.const(-math.inf, e.floats)) if ago else top)
+                most = tops[-1]
+                for top in tops[:-1]:
+                    most = vmath.maximum(e, most, top)
+                total = weighed = e.const(0.0, e.floats)
+                for top, sums in zip(tops, read):
+                    weight = vmath.exp_of_negative(e, e.sub(top, most))
+                    total, weighed = (e.fma(part, weight, so_far) for part, so_far in zip(sums, (total, weighed)))
+                e.store(e.div(weighed, total), at(out, token.index), mask=mask)
+                token.end(*(x for place in kept for x in now[place]))
+            for j, row in enumerate(token.results):
+                e.store(row, e.at(new, j * count, "f32"), mask=mask)
+
+        stretches(e, tokens, requests, advance)
+    return e.text(symbol)
+
+
 # ---- declaration
 
 
@@ -372,10 +437,18 @@ def recur_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
             *_state(heads * width * columns), *beta, f"out:{three(columns)}")
 
 
+def pool_signature(params: Mapping[str, Any]) -> tuple[str, ...]:
+    count, series = params["channels"], params["series"]
+    bias = (f"in:f32[{params['rate']},{series},{count}]",) * params["bias"]
+    rows = f"in:f32[T,{series},{count}]"
+    return (rows, rows, "in:i32[T]", "in:i32[T]", *_state(3 * len(pooled(series)) * count), *bias, f"out:f32[T,{count}]")
+
+
 FAMILIES = {
     "convolve": Family(emit_convolve, convolve_signature),
     "recur": Family(emit_recur, recur_signature),
     "running_max": Family(emit_running_max, running_max_signature),
+    "pool": Family(emit_pool, pool_signature),
 }
 
 
@@ -404,4 +477,11 @@ def _select_recur(spec: OpSpec) -> Selection:
                       "result:0")
 
 
-SELECT = {"convolve": _select_convolve, "recur": _select_recur, "running_max": _select_running_max}
+def _select_pool(spec: OpSpec) -> Selection:
+    _, series, count = spec.operands[0].shape
+    bias = ("operand:5",) * (len(spec.operands) > 5)
+    params = {"bias": bool(bias), "channels": count, "rate": spec.attrs["rate"], "series": series}
+    return _selection("pool", params, *(f"operand:{i}" for i in range(4)), "state:4", "pages:4", *bias, "result:0")
+
+
+SELECT = {"convolve": _select_convolve, "recur": _select_recur, "running_max": _select_running_max, "pool": _select_pool}
