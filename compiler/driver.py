@@ -164,17 +164,21 @@ class Survey:
 
 def coverage(model: str | os.PathLike, target: str = "cpu", **options: Any) -> Survey:
     """How ``target`` carries out every operator of ``model``, whether or not it can be compiled for it."""
-    return _survey(*_open(model, target, options))
+    from adaptc.passes.pipeline import lower_to
+
+    captured, setup = _open(model, target, options)
+    return _survey(captured, lower_to(captured, "sharded").last, setup)
 
 
-def _survey(captured: "Program", setup: "_Setup") -> Survey:
-    from adaptc.passes.pipeline import layout, lower_to, run_passes
+def _survey(captured: "Program", sharded: "Program", setup: "_Setup") -> Survey:
+    """``captured`` and ``sharded`` are a program at two stages."""
+    from adaptc.passes.pipeline import layout, run_passes
     from adaptc.planner.coverage import Lenient, survey
 
     lenient = Lenient(setup.codegen)
     passes = layout(setup.pass_options(captured), lenient, setup.target.key_block)
     decompose = next(i for i, one in enumerate(passes) if one.name == "decompose")
-    whole = lower_to(captured, "sharded").last.copy()
+    whole = sharded.copy()
     run_passes(whole, passes[:decompose])
     decomposed = whole.copy()
     run_passes(decomposed, passes[decompose : decompose + 1])
@@ -264,7 +268,8 @@ def inspect(what: str | os.PathLike, target: str = "cpu", **options: Any) -> Ins
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is known of a model from its configuration alone. ``weights`` are bytes of the files, as it says that they are
+    """What is known of a model from its configuration alone. ``other_parts`` are parameters of a wrapper's parts beside
+    its text model, which ``parameters`` and ``active`` are of; ``weights`` are bytes of the files, as it says that they are
     stored; ``cache_token`` and ``cache_request`` bytes with ``kv`` rows and ``context`` tokens; ``cache_fixed`` what of the
     latter is there whatever the length, by what it is; ``bodies`` how many places call each distinct body; ``notes``
     what to know of how this was found."""
@@ -273,6 +278,7 @@ class Sizes:
     architecture: str
     parameters: int
     active: int
+    other_parts: int
     weights: int
     kv: str
     context: int
@@ -308,12 +314,13 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
     with _timed(spent, "capture"):
         captured = capture(source)
     with _timed(spent, "fuse"):
-        whole = lower_to(captured, "sharded").last.copy()
+        sharded = lower_to(captured, "sharded").last
+    whole = sharded.copy()
     kv = source.dtype.name if setup.options.kv == "auto" else setup.options.kv
     context = setup.context(captured)
     run_passes(whole, (StoreStates(kv, setup.options.page_size, setup.target.key_block, context),))
     with _timed(spent, "coverage"):
-        coverage = _survey(captured, setup)
+        coverage = _survey(captured, sharded, setup)
     with _timed(spent, "profile"):
         packed, assumed = type(source.dtype).published_bytes, min(PROFILE_CONTEXT, context)
         formats = {name: source.formats[w.tensor] for name, w in whole.weights().items() if w.tensor in source.formats}
@@ -321,9 +328,9 @@ def sizes(path: str | os.PathLike, target: str = "cpu", **options: Any) -> Sizes
                 for row in profile(whole, setup.target, packed, tokens=tokens, context=assumed, formats=formats)]
     token, request = cache_bytes(whole, context)
     stored = sum(source.formats[name].published_bytes(shape) for name, shape in source.shapes.items())
-    return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements), stored,
-                 kv, context, token, request, fixed_bytes(whole), _bodies(whole), coverage, rows, spent,
-                 (*source.notes(), *whole.fact("format_notes", ())))
+    return Sizes(source.name, source.architecture, sum(source.elements.values()), active(whole, source.elements),
+                 source.other_parts(), stored, kv, context, token, request, fixed_bytes(whole), _bodies(whole),
+                 coverage, rows, spent, (*source.notes(), *whole.fact("format_notes", ())))
 
 
 @contextmanager

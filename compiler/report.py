@@ -156,6 +156,8 @@ def sizes_text(found) -> str:
         ("model", f"{found.model} ({found.architecture})"),
         ("parameters", f"{found.parameters:,} ({quantity(found.parameters)})"),
         ("active, a token", f"{found.active:,} ({quantity(found.active)}), without the input embedding"),
+        *([("with the wrapper's other parts", f"{quantity(found.parameters + found.other_parts)}, active "
+            f"{quantity(found.active + found.other_parts)}")] if found.other_parts else ()),
         ("weights as stored", f"{found.weights:,} bytes"),
         (f"cache ({found.kv}), a token", f"{found.cache_token:,} bytes"),
         (f"cache, a request of {found.context} tokens", f"{found.cache_request:,} bytes"),

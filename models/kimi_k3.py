@@ -106,9 +106,7 @@ class KimiK3RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def attention_residual(prefix: torch.Tensor, bank: Sequence[torch.Tensor], norm: KimiK3RMSNorm,

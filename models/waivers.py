@@ -86,6 +86,7 @@ CONFIG: Mapping[str, str] = {
     "bailing_hybrid:layer_group_size": "says what layer_types lists",
     "granitemoehybrid:rope_parameters.*": "of a model with rope, which reads it if position_embedding_type says so",
     "lfm2:full_attn_idxs": "says what layer_types lists",
+    "glm_moe_dsa:index_share_for_mtp_iteration": _FURTHER,
     "nemotron_h:mtp_layers_block_type": _FURTHER,
     "qwen3_5_*:mtp_num_hidden_layers": _FURTHER,
     "nemotron_h:time_step_limit": "a bound of time steps in the authors' first code; transformers' class has time_step_min",
@@ -141,6 +142,7 @@ ALWAYS: Mapping[str, Mapping[str, Any]] = {
                 "use_parallel_embedding": True},
     "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
     "deepseek_v3": _DEEPSEEK_V3,
+    "glm_moe_dsa": _DEEPSEEK_V3 | {"indexer_rope_interleave": True, "moe_router_dtype": "float32", "rope_interleave": True},
     "kimi_k2": _DEEPSEEK_V3,
     "opt": {"_remove_final_layer_norm": False},
     "qwen2": {"use_mrope": False},
@@ -181,6 +183,8 @@ CONFIG_ALIASES: Mapping[str, tuple[str, ...]] = {
     "_sliding_window_pattern": ("layer_types",),
     "global_attn_every_n_layers": ("layer_types",),
     "local_attention": ("sliding_window",),
+    "index_topk_freq": ("indexer_types",),
+    "index_skip_topk_offset": ("indexer_types",),
 }
 """Older spellings of keys → the names transformers reads them under; a ``*`` stands for the same text in both."""
 

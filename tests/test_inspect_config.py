@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from families import EXPERTS, HEADS
 
@@ -14,6 +15,7 @@ from adaptc.capture import build, capture_module, repeat
 from adaptc.cli import main
 from adaptc.errors import AdaptcError, InputError, UnsupportedError, UnusedError
 from adaptc.formats import FORMATS
+from adaptc.report import sizes_text
 from adaptc.sources import open_described, open_source
 from adaptc.sources.quantization import quantization
 
@@ -169,21 +171,51 @@ def test_layers_that_are_not_traced_are_as_if_they_were(name, monkeypatch):
     module, made = module_of(name, **DEEP[name])
     added, unroll = [], repeat.unroll
     monkeypatch.setattr(repeat, "unroll", lambda program, stack, stored: added.append(stack) or unroll(program, stack, stored))
-    found = repeat.stacks(module, made)
-    assert found and found[0].traced < len(found[0].like)
     assert capture_module(module, made).text() == capture_module(module, made, brief=False).text()
-    assert len(module.get_submodule(found[0].path)) == len(found[0].like) and added == list(found)
+    (stack,) = added
+    assert stack.traced < len(stack.kinds) == len(module.get_submodule(stack.path))
+
+
+def test_layers_that_read_some_before_them_repeat_too(monkeypatch):
+    """As those that share what an earlier one has chosen: kinds are A B C A B C …, where B and C are the same but for how
+    far away that is."""
+    module, made = module_of("llama", **DEEP["llama"] | dict(num_hidden_layers=12))
+    kept = {}
+
+    def shares(number):
+        def hook(mlp, given, result):
+            if number % 3 == 0:
+                kept["one"] = result * 2
+            return result + kept["one"]
+
+        return hook
+
+    for number, layer in enumerate(module.model.layers):
+        layer.mlp.register_forward_hook(shares(number))
+    added, unroll = [], repeat.unroll
+    monkeypatch.setattr(repeat, "unroll", lambda program, stack, stored: added.append(stack) or unroll(program, stack, stored))
+    assert capture_module(module, made).text() == capture_module(module, made, brief=False).text()
+    assert [stack.traced for stack in added] == [9]
 
 
 def test_kinds_are_told_apart():
     module, made = module_of("qwen3_moe", **DEEP["qwen3_moe"])
     (stack,) = repeat.stacks(module, made)
-    assert stack.like == (0, 1, 2, 2, 2, 2)
-    module.model.layers[4].mlp.gate.top_k = 1
-    assert repeat.stacks(module, made)[0].like == (0, 1, 2, 3, 4, 3)
+    assert stack.kinds == (0, 1, 1, 1, 1, 1) and stack.traced == 3
+    assert [stack.like(i) for i in range(6)] == [0, 1, 2, 2, 2, 2]
+    module.model.layers[2].mlp.gate.top_k = 1
+    (stack,) = repeat.stacks(module, made)
+    assert stack.kinds == (0, 1, 2, 1, 1, 1) and [stack.like(i) for i in (4, 5)] == [3, 3]
     module, made = module_of("llama", **DEEP["llama"])
     made.marks = [0, 0, 0, 0, 1]
     assert repeat.stacks(module, made) == ()
+    made.marks = [3, 3, 4]  # of no layers, as none has a number twice
+    assert repeat.stacks(module, made)[0].kinds == (0,) * 5
+
+
+def test_a_layer_repeats_the_one_after_the_same_layers():
+    stack = repeat.Stack("layers", (0, 1, 1, 2, 3, 1, 1, 2, 3, 1, 1, 2, 3, 1, 1, 2))
+    assert stack.traced == 12 and [stack.like(i) for i in (12, 13, 14, 15)] == [8, 9, 10, 11]
 
 
 def test_an_attribute_that_counts_layers_is_seen():
@@ -241,6 +273,17 @@ def test_of_a_wrapper_it_is_the_text_model(tmp_path):
     assert found.architecture == "LlamaForCausalLM" and "some_vision_model" in found.notes[0]
     alone = driver.sizes(config(tmp_path / "b", SMALL | dict(tie_word_embeddings=True)))
     assert (alone.parameters, alone.active) == (found.parameters, found.active)
+
+
+def test_the_other_parts_of_a_wrapper_are_counted(tmp_path):
+    vision = dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                  num_attention_heads=2, image_size=8, patch_size=4)
+    wrapper = dict(model_type="llava", text_config=SMALL, vision_config=vision)
+    found = driver.sizes(config(tmp_path, wrapper))
+    made = transformers.AutoModelForImageTextToText.from_config(transformers.LlavaConfig.from_dict(wrapper))
+    assert found.parameters + found.other_parts == sum(p.numel() for p in made.parameters()) and found.other_parts > 3000
+    assert "with the wrapper's other parts" in sizes_text(found)
+    assert driver.sizes(config(tmp_path / "b", SMALL)).other_parts == 0
 
 
 def test_a_class_says_what_its_model_type_does_not(tmp_path):

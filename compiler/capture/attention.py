@@ -27,8 +27,8 @@ from adaptc.capture import hooks
 from adaptc.capture.aten import SKIPPED
 from adaptc.capture.constants import constant, is_function
 from adaptc.capture.constants import name_of as key
+from adaptc.capture.functional import functional
 from adaptc.capture.places import PREFIX, place_of
-from adaptc.capture.walk import writes
 from adaptc.errors import CaptureError
 
 MASKED = -1e4
@@ -63,8 +63,7 @@ def raised(exported: torch.export.ExportedProgram, constants: Mapping[str, torch
     CaptureError naming every softmax between two products over pairs of tokens that isn't causal attention, and every
     bias of pairs that isn't one by distance.
     """
-    if any(map(writes, exported.graph.nodes)):  # what writes into memory becomes what makes a new tensor
-        exported = exported.run_decompositions({})
+    exported = functional(exported)
     graph = exported.graph
     drop_checks(graph)
     found = [node for node in graph.nodes if key(node) == SDPA or _is_softmax_of_pairs(node)]

@@ -99,8 +99,8 @@ def _stretches(sources: list[str]) -> Iterator[tuple[str, int, int]]:
 
 def _described(op: ir.Operation) -> tuple:
     """An operator apart from its operands and its place."""
-    attributes = tuple((n, str(op.attributes[n])) for n in op.attributes if n != "source")
-    return op.name, attributes, tuple(str(r.type) for r in op.results)
+    attributes = tuple((n, op.attributes[n]) for n in op.attributes if n != "source")
+    return op.name, attributes, tuple(r.type for r in op.results)
 
 
 def _region(path, start, stop, ops, sources, users, described) -> _Region:
@@ -119,7 +119,7 @@ def _region(path, start, stop, ops, sources, users, described) -> _Region:
                 outputs.append((index - start, number))
     kinds = {value: _kind(value) for value in outside}
     inputs = tuple(outside[v] for v in sorted(outside, key=lambda v: (kinds[v], outside[v])))
-    types = tuple(str(v.type) for v in outside)
+    types = tuple(v.type for v in outside)
     matrices = sum(kinds[v] == 1 and len(dialect.to_spec(v.type).shape) == 2 for v in outside)
     return _Region(path, start, stop, (tuple(rows), types, tuple(kinds.values()), tuple(outputs)), inputs,
                    tuple(outputs), matrices)

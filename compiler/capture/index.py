@@ -18,8 +18,9 @@ from torch.utils._sympy.functions import Min
 from adaptc.capture import hooks
 from adaptc.capture.attention import (AFFINE, COPIES, PRODUCTS, VIEWS, Inserter, Masks, Unproven, drop_checks,
                                       finished, is_of_pairs, pairs_stay)
+from adaptc.capture.functional import functional
 from adaptc.capture.places import place_of
-from adaptc.capture.walk import key, writes
+from adaptc.capture.walk import key
 
 HINT = ("adaptc's index sums weight · relu(q·k) over its heads, looks at all tokens before one, and gives what it chooses "
         "to attention alone.")
@@ -51,8 +52,7 @@ def indexed(exported: torch.export.ExportedProgram, constants: Mapping[str, torc
     """
     if not any(_is_choice(node) for node in exported.graph.nodes):
         return exported
-    if any(map(writes, exported.graph.nodes)):  # what writes into memory becomes what makes a new tensor
-        exported = exported.run_decompositions({})
+    exported = functional(exported)
     graph, problems = exported.graph, []
     drop_checks(graph)
     masks = Masks(exported, constants, context)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_mlir import ir
 
-from adaptc.capture import hooks
+from adaptc.capture import dataless
 from adaptc.capture.repeat import NotRepeated, described, id_of, rename
 from adaptc.capture.walk import Stored
 from adaptc.ir import dialect
@@ -50,9 +50,8 @@ def proved(module: torch.nn.Module, found: Alike, lengths: Sequence[int]) -> dic
     same = dict(found)
     for length in lengths:
         with _Record(module, {*found, *found.values()}) as record:
-            ids = torch.zeros((1, length), dtype=torch.int64, device=next(module.parameters()).device)
             try:
-                hooks.run(module, ids)
+                dataless.run(module, length)
             except Exception:  # torch has no base class for what a run without data can't do
                 return {}
         same = {path: like for path, like in same.items()
@@ -76,6 +75,7 @@ class _Record(TorchDispatchMode):
         self._calls: list[tuple] = []
         self._names: dict[int, tuple] = {}
         self._alive: list[Any] = []
+        self._results = dataless.Results()
         self._hooks: list[Any] = []
         for path in paths:
             part = module.get_submodule(path)
@@ -108,7 +108,7 @@ class _Record(TorchDispatchMode):
         return hook
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = function(*args, **(kwargs or {}))
+        results = self._results(function, args, kwargs or {})
         if self._now:
             for k, leaf in enumerate(pytree.tree_leaves(results)):
                 if isinstance(leaf, torch.Tensor):

@@ -76,7 +76,7 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
         constants = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         with build.on_one_device(module), hooks.installed(module, problems):
             if found:
-                repeat.prove(module, found, trace.samples(_context(text)))
+                found = repeat.proved(module, found, trace.samples(_context(text)))
             if alike:
                 alike = parts.proved(module, alike, trace.samples(_context(text)))
             with repeat.cut(module, found), parts.left_out(module, alike):

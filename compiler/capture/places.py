@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +67,17 @@ def running(frames: Iterable[tuple[FrameType, int]], modules: Mapping[int, str],
 
 @contextmanager
 def lines_of_authors() -> Iterator[None]:
-    """Traces within the block know each operator's very line; torch itself stops at that of the ``forward`` above."""
-    with mock.patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, stack: _authors(stack)):
+    """Traces within the block know each operator's very line; torch itself stops at that of the ``forward`` above. Only
+    that line's text is looked up, where torch looks up those of the whole stack."""
+    with (mock.patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, stack: _authors(stack)),
+          mock.patch.object(torch.utils._traceback, "_extract_symbolized_tb", _summary)):
         yield
+
+
+def _summary(frames: Sequence[Mapping], skip: int) -> traceback.StackSummary:
+    """Torch's own, whose frames know no text until they are asked for it."""
+    return traceback.StackSummary(traceback.FrameSummary(f["filename"], f["line"], f["name"], lookup_line=False)
+                                  for f in reversed(frames[skip:]))
 
 
 def _authors(stack: traceback.StackSummary, method: str = "forward") -> traceback.StackSummary:

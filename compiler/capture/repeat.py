@@ -4,13 +4,14 @@ A layer is left out where its module tree, plain attributes, buffers, parameter 
 are those of two traced ones at least, and where it does what they do: the whole module is run once for a few numbers of
 tokens without data, and every layer that is left out must call the operators of the one it repeats, in its order, on its
 own weights, on what the layers before it gave at the same distance, and on the same values of everything else. So a loop
-that counts layers, or a layer that asks for its number, is seen by what it computes.
+that counts layers, or a layer that asks for its number, is seen by what it computes; and one that reads the choices of
+the third layer before it is of another kind than one that reads those of the second.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_mlir import ir
 
-from adaptc.capture import hooks
+from adaptc.capture import dataless
 from adaptc.capture.walk import Stored
 from adaptc.ir import dialect
 from adaptc.ir.module import Program, source_of
@@ -38,34 +39,58 @@ class NotRepeated(Exception):
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of layers. ``like`` has for each of them the one that it repeats, which is itself for the first ``traced``."""
+    """A list of layers, each of the kind ``kinds`` says of it."""
 
     path: str
-    like: tuple[int, ...]
-    traced: int
+    kinds: tuple[int, ...]
+
+    @property
+    def traced(self) -> int:
+        """How many layers at the start make the rest: two of each kind that comes later, and the last of the last one's
+        kind, so that what follows the layers reads from it what it reads in the whole module. All, if there are none."""
+        for traced in range(LEAST, len(self.kinds)):
+            seen = Counter(self.kinds[:traced])
+            if self.kinds[traced - 1] == self.kinds[-1] and all(seen[kind] >= LEAST for kind in self.kinds[traced:]):
+                return traced
+        return len(self.kinds)
+
+    def like(self, number: int) -> int:
+        """The traced layer that layer ``number`` repeats, itself if it is traced: of its kind, after most layers of the
+        kinds of those before it."""
+        if number < self.traced:
+            return number
+        same = [i for i in range(self.traced) if self.kinds[i] == self.kinds[number]]
+        return max(same, key=lambda i: (self._alike(i, number), i))
+
+    def _alike(self, one: int, other: int) -> int:
+        """How many layers before two are of the same kinds, one by one."""
+        pairs = zip(reversed(self.kinds[:one]), reversed(self.kinds[:other]))
+        return next((n for n, (a, b) in enumerate(pairs) if a != b), min(one, other))
 
 
 def stacks(module: torch.nn.Module, config: Any) -> tuple[Stack, ...]:
-    """The outermost lists of layers of which some need not be traced."""
+    """The outermost lists of layers of which some need not be traced, by what their layers are made of."""
     found: list[Stack] = []
     for path, layers in module.named_modules():
         inside = any(path.startswith(f"{stack.path}.") for stack in found)
-        if isinstance(layers, torch.nn.ModuleList) and not inside and (stack := _stack(path, layers, config)):
-            found.append(stack)
+        if isinstance(layers, torch.nn.ModuleList) and not inside:
+            stack = _stack(path, layers, config)
+            if stack.traced < len(layers):
+                found.append(stack)
     return tuple(found)
 
 
-def _stack(path: str, layers: torch.nn.ModuleList, config: Any) -> Stack | None:
+def _stack(path: str, layers: torch.nn.ModuleList, config: Any) -> Stack:
     count = len(layers)
     numbered = list(_lists(vars(config)))
-    kinds = [(described(layer, i), tuple(_slice(values, i, count) for values in numbered))
-             for i, layer in enumerate(layers)]
-    for traced in range(LEAST, count):
-        seen = Counter(kinds[:traced])
-        if all(seen[kind] >= LEAST for kind in kinds[traced:]):
-            last = {kind: i for i, kind in enumerate(kinds[:traced])}
-            return Stack(path, (*range(traced), *(last[kind] for kind in kinds[traced:])), traced)
-    return None
+    return Stack(path, _kinds((described(layer, i), tuple(_slice(values, i, count) for values in numbered))
+                              for i, layer in enumerate(layers)))
+
+
+def _kinds(described: Iterable[Hashable]) -> tuple[int, ...]:
+    """Equal ones get equal numbers."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(one, len(numbers)) for one in described)
 
 
 def _lists(content: dict[str, Any]) -> Iterator[Sequence]:
@@ -78,8 +103,12 @@ def _lists(content: dict[str, Any]) -> Iterator[Sequence]:
 
 
 def _slice(values: Any, number: int, count: int) -> Any:
-    """What a list of the configuration says of layer ``number`` of ``count``."""
-    return repr(values[number]) if len(values) == count else number in values
+    """What a list of the configuration says of layer ``number`` of ``count``: one that has each number once may be of
+    layers' numbers."""
+    if len(values) == count:
+        return repr(values[number])
+    numbers = [value for value in values if isinstance(value, int)]
+    return number in numbers and len({*numbers}) == len(values)
 
 
 def described(layer: torch.nn.Module, number: int) -> tuple:
@@ -114,7 +143,7 @@ def cut(module: torch.nn.Module, found: Sequence[Stack]) -> Iterator[None]:
         for stack in found:
             layers = module.get_submodule(stack.path)
             everything.append((layers, dict(layers._modules)))
-            for i in range(stack.traced, len(stack.like)):
+            for i in range(stack.traced, len(stack.kinds)):
                 del layers._modules[str(i)]
         yield
     finally:
@@ -126,26 +155,29 @@ def cut(module: torch.nn.Module, found: Sequence[Stack]) -> Iterator[None]:
 # ---- that layers do the same
 
 
-def prove(module: torch.nn.Module, found: Sequence[Stack], lengths: Sequence[int]) -> None:
-    """Runs ``module``, whose parameters are on the meta device, on so many tokens. NotRepeated where a layer does
-    something else than the one that it repeats."""
+def proved(module: torch.nn.Module, found: Sequence[Stack], lengths: Sequence[int]) -> tuple[Stack, ...]:
+    """``found`` with the layers' kinds by what they do as well: ``module``, whose parameters are on the meta device, is
+    run on so many tokens. NotRepeated where its layers aren't called one after the other, or are all of their own."""
     for length in lengths:
         with _Record(module, found) as record:
-            ids = torch.zeros((1, length), dtype=torch.int64, device=next(module.parameters()).device)
             try:
-                hooks.run(module, ids)
+                dataless.run(module, length)
             except Exception as error:  # torch has no base class for what a run without data can't do
                 raise NotRepeated(f"the module doesn't run without data: {error}") from error
-        for number, stack in enumerate(found):
-            _compare(stack, [record.done.get((number, i)) for i in range(len(stack.like))], record.between[number])
+        found = tuple(_refined(stack, [record.done.get((number, i)) for i in range(len(stack.kinds))],
+                               record.between[number]) for number, stack in enumerate(found))
+    return found
 
 
-def _compare(stack: Stack, done: Sequence[tuple | None], between: Sequence[str]) -> None:
+def _refined(stack: Stack, done: Sequence[tuple | None], between: Sequence[str]) -> Stack:
     if between:
         raise NotRepeated(f"{between[0]} stands between the layers of {stack.path}")
-    for i, like in enumerate(stack.like):
-        if done[i] is None or done[i] != done[like]:
-            raise NotRepeated(f"{stack.path}.{i} doesn't do what {stack.path}.{like} does")
+    if None in done:
+        raise NotRepeated(f"{stack.path}.{done.index(None)} isn't called")
+    refined = Stack(stack.path, _kinds(zip(stack.kinds, done)))
+    if refined.traced == len(refined.kinds):
+        raise NotRepeated(f"each layer of {stack.path} does something else")
+    return refined
 
 
 class _Record(TorchDispatchMode):
@@ -161,6 +193,7 @@ class _Record(TorchDispatchMode):
         self._calls: list[tuple] = []
         self._names: dict[int, tuple] = {}
         self._alive: list[Any] = []
+        self._results = dataless.Results()
         self._hooks: list[Any] = []
         owned = {}
         for number, stack in enumerate(found):
@@ -197,7 +230,7 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = tuple(self._operand(leaf) for leaf in pytree.tree_leaves((args, kwargs or {})))
-        results = function(*args, **(kwargs or {}))
+        results = self._results(function, args, kwargs or {})
         if self._now is None:
             for waiting in self._waiting:
                 waiting.append(str(function))
@@ -236,23 +269,33 @@ class _Unroll:
         self.block = program.step.entry_block
         ops = [op.operation for op in self.block.operations]
         self.regions = [self._region(ops, j) for j in range(stack.traced)]
-        self.outputs = [self._outputs(region) for region in self.regions]
-        self.home = {id_of(op): j for j, region in enumerate(self.regions) for op in region}
+        self.made = {r: (j, n, k) for j, region in enumerate(self.regions) for n, op in enumerate(region)
+                     for k, r in enumerate(op.results)}
+        """Result → the layer, operator and number of it, of traced layers."""
         self.gets = {op.attributes["symbol"].value: op for op in ops if op.name == "adaptc.get"}
         declared = [op.operation for op in program.module.body.operations if "sym_name" in op.operation.attributes]
         self.declared = {op.attributes["sym_name"].value: op for op in declared if op.name != "func.func"}
 
     def run(self) -> None:
+        after = self._after()
         last = self.stack.traced - 1
-        after = [(use.owner.operation, use.operand_number, n) for n, value in enumerate(self.outputs[last])
-                 for use in value.uses if self.home.get(id_of(use.owner.operation)) != last]
-        self._check_chain()
         anchors = [self._last(self.declared, last), self._last(self.gets, last), self.regions[last][-1]]
-        before = self.outputs[last]
-        for number in range(self.stack.traced, len(self.stack.like)):
-            before = self._layer(number, before, anchors)
-        for user, operand, n in after:
-            user.operands[operand] = before[n]
+        for number in range(self.stack.traced, len(self.stack.kinds)):
+            self.regions.append(self._layer(number, anchors))
+        for user, operand in after:
+            user.operands[operand] = self._of(user.operands[operand], len(self.stack.kinds) - self.stack.traced)
+
+    def _after(self) -> list[tuple[Any, int]]:
+        """(operator, operand): what reads the layers from outside of them, which must be the last one."""
+        inside = {id_of(op) for region in self.regions for op in region}
+        found = []
+        for value, (layer, _, _) in self.made.items():
+            for use in value.uses:
+                if id_of(use.owner.operation) not in inside:
+                    if layer != self.stack.traced - 1:
+                        raise NotRepeated(f"more than other layers read {self.stack.path}.{layer}")
+                    found.append((use.owner.operation, use.operand_number))
+        return found
 
     def _region(self, ops: list, number: int) -> list:
         """The operators of a layer, which stand together."""
@@ -262,19 +305,17 @@ class _Unroll:
             raise NotRepeated(f"{path} isn't one stretch of operators")
         return ops[places[0] : places[-1] + 1]
 
-    def _outputs(self, region: list) -> list:
-        inside = {id_of(op) for op in region}
-        return [r for op in region for r in op.results if any(id_of(u.owner.operation) not in inside for u in r.uses)]
-
-    def _check_chain(self) -> None:
-        """That layers give something to the next one only, and all the same kinds of values."""
-        types = {tuple(str(v.type) for v in outputs) for outputs in self.outputs}
-        if len(types) != 1:
-            raise NotRepeated(f"the layers of {self.stack.path} give different values")
-        for j, outputs in enumerate(self.outputs[:-1]):
-            users = {self.home.get(id_of(u.owner.operation)) for v in outputs for u in v.uses}
-            if users - {j, j + 1}:
-                raise NotRepeated(f"more than the next layer reads {self.stack.path}.{j}")
+    def _of(self, value: Any, further: int) -> Any:
+        """What stands for a traced layer's result so many layers further on; other values are the same everywhere."""
+        if value not in self.made:
+            return value
+        layer, number, result = self.made[value]
+        if self.stack.kinds[layer] != self.stack.kinds[layer + further]:
+            raise NotRepeated(f"{self.stack.path}.{layer + further} isn't of the kind of {self.stack.path}.{layer}")
+        ours, theirs = self.regions[layer], self.regions[layer + further]
+        if [_called(op) for op in ours] != [_called(op) for op in theirs]:
+            raise NotRepeated(f"{self.stack.path}.{layer + further} is read in another way than {self.stack.path}.{layer}")
+        return theirs[number].results[result]
 
     def _last(self, named: Mapping[str, Any], number: int) -> Any:
         mine = [op for name, op in named.items() if name.startswith(f"{self.stack.path}.{number}.")]
@@ -282,10 +323,10 @@ class _Unroll:
             raise NotRepeated(f"{self.stack.path}.{number} reads no weights")
         return mine[-1]
 
-    def _layer(self, number: int, before: list, anchors: list) -> list:
-        """A copy of the layer that ``number`` is like, after all that stand already; what it gives."""
-        like = self.stack.like[number]
-        values: dict[Any, Any] = dict(zip(self.outputs[like - 1], before))
+    def _layer(self, number: int, anchors: list) -> list:
+        """The operators of a copy of the layer that ``number`` is like, after all that stand already."""
+        like = self.stack.like(number)
+        values: dict[Any, Any] = {}
         for name, op in list(self.gets.items()):
             if (own := self._renamed(name, like, number)) != name:
                 anchors[0] = self._declare(name, own, anchors[0], like, number)
@@ -293,14 +334,16 @@ class _Unroll:
                 copy.attributes["symbol"] = type(op.attributes["symbol"]).get(own)
                 values[op.results[0]] = copy.results[0]
                 anchors[1] = copy
+        copies = []
         for op in self.regions[like]:
             copy = self._copy(op, anchors[2])
             copy.attributes["source"] = dialect.to_attr(self._renamed(source_of(op), like, number))
             for index, operand in enumerate(op.operands):
-                copy.operands[index] = values.get(operand, operand)
+                copy.operands[index] = values[operand] if operand in values else self._of(operand, number - like)
             values.update(zip(op.results, copy.results))
+            copies.append(copy)
             anchors[2] = copy
-        return [values[v] for v in self.outputs[like]]
+        return copies
 
     def _declare(self, name: str, own: str, anchor: Any, like: int, number: int) -> Any:
         copy = self._copy(self.declared[name], anchor)
@@ -326,6 +369,11 @@ def rename(declared: Any, own: str, stored: Mapping[str, Stored], place: Callabl
             declared.attributes["stored"] = dialect.to_attr(stored[own].format)
     elif "source" in declared.attributes:
         declared.attributes["source"] = dialect.to_attr(place(declared.attributes["source"].value))
+
+
+def _called(op: Any) -> tuple:
+    """An operator's name, the body that it calls if it is a call, and what it gives."""
+    return op.name, str(op.attributes["callee"]) if "callee" in op.attributes else "", tuple(str(r.type) for r in op.results)
 
 
 def id_of(op: Any) -> int:

@@ -15,6 +15,7 @@ from torch_mlir.dialects import func
 from adaptc.capture import constants as numbers
 from adaptc.capture.aten import FLATTENED, SKIPPED, Complex, Mask
 from adaptc.capture.constants import name_of as key
+from adaptc.capture.functional import functional
 from adaptc.capture.order import needed, ordered
 from adaptc.capture.places import PREFIX, Place, place_of
 from adaptc.capture.problems import Problems
@@ -93,7 +94,7 @@ def walk(exported: torch.export.ExportedProgram, stored: Mapping[str, Stored],
                such a node makes is taken to be zeros, so that the rest can be looked at. It is no program then.
     """
     _check_static(exported.graph)
-    exported = _decomposed(exported)
+    exported = _decomposed(functional(exported))
     numbers.compute(exported.graph, _unknown(exported.graph))
     unknown(exported, problems)
     logits = _logits(exported)
@@ -117,13 +118,7 @@ def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.Exported
     """With torch's own decompositions of those operators that the table lacks; the rest stay as the authors wrote."""
     known = torch.export.default_decompositions()
     lacking = {n.target: known[n.target] for n in _unknown(exported.graph) if n.target in known}
-    # running them, even none, also rewrites what writes into a tensor's memory as what makes a new one
-    return exported.run_decompositions(lacking) if lacking or any(map(writes, exported.graph.nodes)) else exported
-
-
-def writes(node: torch.fx.Node) -> bool:
-    """Whether an operator changes a tensor in place."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return exported.run_decompositions(lacking) if lacking else exported
 
 
 def _check_static(graph: torch.fx.Graph) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import types
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -139,6 +139,7 @@ def to_type(spec: TensorSpec | StateSpec, tile: str = "") -> ir.Type:
     return ir.Type.parse(f"tensor<{shape}{_ELEMENT[spec.dtype]}{encoding}>")
 
 
+@lru_cache(maxsize=1024)  # printing a type takes longer than finding it here; few, as each keeps its context alive
 def to_spec(kind: ir.Type) -> TensorSpec | StateSpec:
     """The spec that a type states; LegalityError when it isn't a type of the dialect."""
     return _parse_spec(str(kind))

@@ -43,10 +43,10 @@ def check(program: Program) -> None:
     _module(program)
     _declarations(program)
     _step(program)
-    declared = declared_types(program)
+    declared, legal = declared_types(program), set()
     for function in program.functions().values():
         for op in function.entry_block.operations:
-            _operation(program, function, op, declared)
+            _operation(program, function, op, declared, legal)
     _states(program)
     if program.stage == "lowered":
         for function in program.functions().values():
@@ -117,7 +117,8 @@ def _show(spec) -> str:
 # ---- operations
 
 
-def _operation(program: Program, function, op, declared: dict[str, ir.Type]) -> None:
+def _operation(program: Program, function, op, declared: dict[str, ir.Type], legal: set) -> None:
+    """``legal``: operators that are known to fit their rows, to which this one is added."""
     name = op.operation.name
     if name == "func.call":  # that operands and results fit the callee's signature is MLIR's verifier's
         if function.name.value != STEP:
@@ -133,9 +134,20 @@ def _operation(program: Program, function, op, declared: dict[str, ir.Type]) -> 
     if not name.startswith("adaptc."):
         raise _at(program, function, op, "is of a foreign dialect")
     try:
-        _inferred(op)
+        if (alike := _signature(op)) is None or alike not in legal:
+            _inferred(op)
+            legal.add(alike)
     except LegalityError as error:
         raise _at(program, function, op, f"is illegal: {error.message}") from error
+
+
+def _signature(op) -> tuple | None:
+    """All that a row infers from and is compared with; None for an operator with a region."""
+    if len(op.operation.regions):
+        return None
+    attributes = op.operation.attributes
+    return (op.operation.name, *(v.type for v in op.operation.operands), None, *(v.type for v in op.operation.results),
+            *((n, attributes[n]) for n in attributes if n not in dialect.NOTES))
 
 
 def _get(program: Program, function, op, declared: dict[str, ir.Type]) -> None:

@@ -64,8 +64,7 @@ class Node:
 
     def builder_after(self) -> Builder:
         """Builds just after this operation, in its module."""
-        following = [op.operation for op in self.op.block.operations]
-        return Builder(ir.InsertionPoint(following[following.index(self.op) + 1]), self.source)
+        return Builder(ir.InsertionPoint.after(self.op), self.source)
 
     def swaps(self) -> Iterator[tuple[ir.Value, ir.Value]]:
         """Both orders of a commutative operator's operands."""
@@ -179,9 +178,9 @@ def merge_equal(function) -> int:
         key = (
             node.name,
             node.operands,
-            tuple((n, str(attributes[n])) for n in sorted(attributes) if n not in dialect.NOTES),
+            tuple((n, attributes[n]) for n in attributes if n not in dialect.NOTES),
             str(node.attrs["body"]) + str(node.attrs["yields"]) if len(node.op.regions) else "",
-            tuple(str(r.type) for r in node.results),
+            tuple(r.type for r in node.results),
         )
         if key in seen:
             node.replace(*seen[key].results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from adaptc.ir.build import short_name
@@ -93,21 +94,32 @@ def survey(captured: Program, whole: Program, decomposed: Program, codegen: Code
     """
     lines, parts = _lines(captured), decomposed.fact("decomposed", {})
     kinds: dict[tuple[str, str], _Kind] = {}
-    for path, op, _ in places(whole):
+
+    @cache  # a body's operators stand in many places
+    def carried_out(op: Any) -> tuple[str, str, float, float]:
         spec = spec_of(op)
         if _mapped(spec, codegen):
             status = "mapped"
         else:
             status = f"decomposed into {', '.join(parts[spec.op])}" if spec.op in parts else "missing"
-        kind, cost = kinds.setdefault((spec.op, status), _Kind()), cost_of(spec, packed)
+        cost = cost_of(spec, packed)
+        return spec.op, status, evaluate(cost.flops, symbols), evaluate(cost.traffic, symbols)
+
+    for path, op, _ in places(whole):
+        name, status, flops, moved = carried_out(op.operation)
+        kind = kinds.setdefault((name, status), _Kind())
         kind.count += 1
-        kind.flops += evaluate(cost.flops, symbols)
-        kind.bytes += evaluate(cost.traffic, symbols)
-        _note(kind, path, spec.op, lines)
+        kind.flops += flops
+        kind.bytes += moved
+        _note(kind, path, name, lines)
+
+    @cache
+    def missing(op: Any) -> bool:
+        return not _mapped(spec_of(op), codegen)
+
     for path, op, _ in places(decomposed):
-        spec = spec_of(op)
-        if not _mapped(spec, codegen):
-            _note(kinds.setdefault((spec.op, "missing"), _Kind()), path, spec.op, lines)
+        if missing(op.operation):
+            _note(kinds.setdefault((short_name(op), "missing"), _Kind()), path, short_name(op), lines)
     rows = [CoverageRow(op, k.count, status, tuple(sorted(k.modules)), k.flops, k.bytes, tuple(k.lines))
             for (op, status), k in kinds.items()]
     return sorted(rows, key=lambda r: (not r.missing, -r.flops, -r.bytes, r.op))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -41,13 +42,18 @@ def profile(program: Program, target: Target, packed: PackedBytes, *, tokens: in
     ``formats`` says how matrices are stored whose types don't, by the weight's name."""
     symbols = {"T": tokens, "R": 1, "S": 1, "C": context}
     groups: dict[tuple, list] = {}
-    for path, op, weights in places(program):
-        spec = _stored(spec_of(op), weights, formats)
+
+    @cache  # a body's operators stand in many places
+    def costs(op: Any, stored: tuple[WeightFormat | None, ...]) -> tuple[str, str, float, float, str]:
+        spec = _stored(spec_of(op), stored)
         cost = cost_of(spec, packed)
-        key = (kind_of(path), spec.op, _shapes(spec))
+        return spec.op, _shapes(spec), evaluate(cost.flops, symbols), evaluate(cost.traffic, symbols), cost.dtype
+
+    for path, op, weights in places(program):
+        name, shapes, *cost, dtype = costs(op.operation, tuple(formats.get(weight) for weight in weights))
+        key = (kind_of(path), name, shapes)
         count, flops, moved, _ = groups.get(key, (0, 0.0, 0.0, ""))
-        groups[key] = (count + 1, flops + evaluate(cost.flops, symbols), moved + evaluate(cost.traffic, symbols),
-                       cost.dtype)
+        groups[key] = (count + 1, flops + cost[0], moved + cost[1], dtype)
     rows = []
     for (module, op, shapes), (count, flops, moved, dtype) in groups.items():
         compute, transfer = flops / target.rate(dtype), moved / target.memory[-1].bandwidth
@@ -80,10 +86,11 @@ def _symbol(value: ir.Value) -> str:
     return owner.attributes["symbol"].value if not isinstance(owner, ir.Block) and owner.name == "adaptc.get" else ""
 
 
-def _stored(spec: OpSpec, weights: Sequence[str], formats: Mapping[str, WeightFormat]) -> OpSpec:
+def _stored(spec: OpSpec, formats: Sequence[WeightFormat | None]) -> OpSpec:
+    """With matrices stored as ``formats`` says of each operand, None: as its type says."""
     matrices = row(spec.op).matrix_operands(spec.attrs, spec.operands)
-    operands = tuple(replace(o, format=formats[name]) if i in matrices and name in formats else o
-                     for i, (o, name) in enumerate(zip(spec.operands, weights)))
+    operands = tuple(replace(o, format=stored) if i in matrices and stored is not None else o
+                     for i, (o, stored) in enumerate(zip(spec.operands, formats)))
     return replace(spec, operands=operands)
 
 

@@ -52,7 +52,7 @@ class DescribedSource(Source):
         self.path = path / CONFIG if path.is_dir() else path
         self.name = (self.path.parent.resolve().name if self.path.name == CONFIG else self.path.stem)
         self.waiver = waiver
-        given = read_json(self.path)
+        given = self._whole = read_json(self.path)
         self.wrapper = given.get("model_type") if isinstance(given.get(TEXT), dict) else None
         given = text_model(given)
         self.quantization: Quantization | None = quantization(given.pop(FIELD, None), self.name)
@@ -145,6 +145,23 @@ class DescribedSource(Source):
         if self.wrapper is None:
             return ()
         return (f"the text model ({TEXT}) of a {self.wrapper} model; its other parts are left out",)
+
+    def other_parts(self) -> int:
+        """Parameters of a wrapper's parts beside its text model, such as a tower for images; 0 where transformers has no
+        class for the wrapper, or can't make it."""
+        import transformers
+        from torch import device
+        from transformers import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as classes
+
+        if self.wrapper not in classes or self.wrapper not in CONFIG_MAPPING:
+            return 0
+        try:
+            with device("meta"):
+                whole = getattr(transformers, classes[self.wrapper])(CONFIG_MAPPING[self.wrapper].from_dict(self._whole))
+        except Exception:  # constructors share no narrower class; the text model is what was asked for
+            return 0
+        return sum(parameter.numel() for parameter in whole.parameters()) - sum(self.elements.values())
 
     def description(self) -> None:
         return None
