@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from adaptc.errors import CaptureError
 
