@@ -18,6 +18,7 @@ _ENCODER = "of an encoder, which a decoder that stands alone doesn't have"
 _MODALITY = "of an encoder of sound or images, which a sequence of tokens doesn't go through"
 _ONE_SOURCE = "scores what earlier blocks of layers have added up, and before the first layer there is none"
 _FURTHER = "layers that guess further tokens, which aren't part of the model's own forward"
+_DENSE = "the width of dense layers, where there are any; another one shows in the tensors' shapes"
 _EXPERTS = "the width of experts, where there are any; another one shows in the tensors' shapes"
 
 CONFIG: Mapping[str, str] = {
@@ -60,7 +61,9 @@ CONFIG: Mapping[str, str] = {
     "return_dict": "chooses a container of results",
     "classifier_dropout": _TRAINING,
     "is_decoder": "a causal language model is one",
-    "intermediate_size": "the width of dense layers, where there are any; another one shows in the tensors' shapes",
+    "intermediate_size": _DENSE,
+    "intermediate_size_mlp": _DENSE,
+    "dense_intermediate_size": _DENSE,
     "moe_intermediate_size": _EXPERTS,
     "shared_expert_intermediate_size": _EXPERTS,
     "num_nextn_predict_layers": "layers that guess further tokens, which aren't part of the model's own forward",
@@ -87,6 +90,7 @@ CONFIG: Mapping[str, str] = {
     "granitemoehybrid:rope_parameters.*": "of a model with rope, which reads it if position_embedding_type says so",
     "lfm2:full_attn_idxs": "says what layer_types lists",
     "glm_moe_dsa:index_share_for_mtp_iteration": _FURTHER,
+    "minimax_m3_vl_text:rotary_dim": "columns that turn, which transformers' class takes from partial_rotary_factor",
     "nemotron_h:mtp_layers_block_type": _FURTHER,
     "qwen3_5_*:mtp_num_hidden_layers": _FURTHER,
     "nemotron_h:time_step_limit": "a bound of time steps in the authors' first code; transformers' class has time_step_min",

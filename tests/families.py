@@ -176,11 +176,13 @@ def forward(model, tokens) -> tuple[np.ndarray, np.ndarray]:
     original = torch.Tensor.topk
 
     def topk(scores, k, *args, **kwargs):
-        if scores.numel() == len(tokens) * scores.shape[-1] and k < scores.shape[-1]:
-            ordered = original(scores.reshape(len(tokens), -1).float(), k + 1).values
-            margin = ordered[:, k - 1] - ordered[:, k]  # nan or beyond all scores: what is masked isn't chosen from
-            margin = margin.masked_fill(ordered[:, k] <= MASKED, np.inf).detach().numpy()
-            margins[:] = np.fmin(margins, margin)
+        of_tokens = scores.ndim > 1 and len(tokens) in (scores.shape[-2], scores.numel() // scores.shape[-1])
+        if of_tokens and k < scores.shape[-1]:
+            heads = scores.reshape(-1, len(tokens), scores.shape[-1]).float()  # which choose each for itself
+            ordered = original(heads, k + 1).values
+            margin = ordered[..., k - 1] - ordered[..., k]  # nan or beyond all scores: what is masked isn't chosen from
+            margin = margin.masked_fill(ordered[..., k] <= MASKED, np.inf).detach().numpy()
+            margins[:] = np.fmin(margins, np.fmin.reduce(margin))
         return original(scores, k, *args, **kwargs)
 
     with mock.patch.object(torch, "topk", topk), mock.patch.object(torch.Tensor, "topk", topk), torch.inference_mode():
@@ -188,8 +190,10 @@ def forward(model, tokens) -> tuple[np.ndarray, np.ndarray]:
     return logits, np.minimum.accumulate(margins)
 
 
-def tokens_of(count: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, VOCABULARY, count).tolist()
+def tokens_of(count: int, seed: int, distinct: bool = False) -> list[int]:
+    """Token ids, with ``distinct`` none of them twice."""
+    rng = np.random.default_rng(seed)
+    return (3 + rng.permutation(VOCABULARY - 3)[:count] if distinct else rng.integers(3, VOCABULARY, count)).tolist()
 
 
 @dataclass(frozen=True)

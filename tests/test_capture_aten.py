@@ -69,6 +69,8 @@ FUNCTIONS = {
     "variance": lambda m, x: x * x.var(-1, keepdim=True) + x.var(-1, correction=0)[..., None] + x.var(2, False, True),
     "rms_norm": lambda m, x: torch.rms_norm(x, (32,)) + torch.rms_norm(x, (32,), x.new_full((32,), 1.5), 1e-3),
     "scatter": lambda m, x: x.scatter(-1, x.topk(3)[1], 0.25),
+    "numbers_in_rows": lambda m, x: (x.unsqueeze(-2) * torch.tensor([[1.0] * 32, [2.0, 3.0] * 16])).sum(-2),
+    "scatter_elements": lambda m, x: x.scatter(-1, x.topk(3)[1], x[..., :3] - 2),
     "elements_of_a_vector": lambda m, x: x * torch.linspace(-1, 1, 32)[x.topk(3)[1]].sum(-1, keepdim=True),
 }
 
@@ -90,7 +92,7 @@ def test_operators_mean_what_torchs_do(name):
 
 @pytest.mark.parametrize("function, words", [
     (lambda m, x: x * (~torch.arange(32)), "works on the bits of i32"),
-    (lambda m, x: x.scatter(-1, x.topk(32)[1], x * 2), "writes a tensor's elements at chosen places"),
+    (lambda m, x: x.scatter(-1, x.topk(3)[1], x * 2), "expected f32, and one for each"),
     (lambda m, x: x.scatter(-1, torch.tensor([[[1, 3]]]), 0.25), "writes rows"),
     (lambda m, x: x * torch.linspace(-1, 1, 99)[x.shape[1]], "picks row T"),
     (lambda m, x: torch.view_as_complex(x.view(1, -1, 16, 2)).abs().repeat(1, 1, 2), "a complex tensor"),

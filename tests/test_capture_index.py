@@ -149,3 +149,16 @@ def test_another_way_to_choose_is_refused_by_name(choice, said):
 def test_where_all_tokens_are_chosen_there_are_as_many_as_a_sequence_may_have():
     _, program = raised(lambda q, k, w, mask: (summed(w, torch.relu(products(q, k))) + mask).topk(mask.shape[-1]).indices)
     assert [attrs_of(op)["top_k"] for _, op in program.operators() if short_name(op) == "index_rows"] == [64]
+
+
+def test_numbers_of_blocks_from_an_index_that_isnt_restated_are_refused():
+    """They aren't rows: attention would read the wrong ones."""
+    hooks.operators()
+    heads, mask, problems = torch.zeros(1, 2, 5, 4, device="meta"), torch.zeros(1, 1, 5, 5, device="meta"), Problems()
+    attend = hooks._attention({}, problems)
+    read, _ = attend(torch.nn.Identity(), heads, heads, heads, mask, block_indices=torch.zeros(1, 5, 2, 6, device="meta"))
+    assert read.shape == (1, 5, 2, 4)
+    problems.check()
+    attend(torch.nn.Identity(), heads, heads, heads, mask, block_indices=torch.zeros(1, 2, 5, 3, device="meta"))
+    with pytest.raises(CaptureError, match="is given block_indices"):
+        problems.check()

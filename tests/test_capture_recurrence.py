@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaptc.capture import hooks, recurrence
+from adaptc.capture import block_index, hooks, pooled_index, recurrence
 from adaptc.capture.scans import CHUNK, SCANS
 from adaptc.errors import CaptureError
 from adaptc.ops.mixing import FixedState
@@ -43,8 +43,15 @@ AUTHORS = {
     "wrap_chunkwise_arbitrary_sequence_length": ("xlstm", mlstm),
     "_rnn_scan": ("recurrent_gemma", lambda file: file.RecurrentGemmaRglru._rnn_scan),
     "decay_factors": ("minimax", lambda file: file.MiniMaxLightningAttention.forward),
+    block_index.PARTS: ("minimax_m3_vl", lambda file: file.MiniMaxM3VLIndexer.forward),
+    pooled_index.PARTS: ("qwen4_exp", lambda file: file.Qwen4ExpTextQSAIndexer.forward),
+    "prepare_dynamic_mask": ("doge", lambda file: file.DogeAttention.prepare_dynamic_mask),
 }
 """Name → the file of transformers that has it, and the authors' function."""
+
+OWNERS = {"decay_factors": "MiniMaxLightningAttention", block_index.PARTS: "MiniMaxM3VLIndexer",
+          pooled_index.PARTS: "Qwen4ExpTextQSAIndexer"}
+"""Name → the class whose forward it is, where an example is made of one."""
 
 
 def file_of(name):
@@ -56,12 +63,13 @@ def file_of(name):
 @pytest.mark.parametrize("name", SCANS)
 def test_a_restatement_gives_what_the_authors_code_gives(name, t):
     file = file_of(name)
-    owner = file.MiniMaxLightningAttention.__new__(file.MiniMaxLightningAttention) if name == "decay_factors" else None
+    kind = OWNERS.get(name) and getattr(file, OWNERS[name])
+    owner = kind and kind.__new__(kind)
     torch.manual_seed(t)
     args, keywords = SCANS[name].example(owner, t)
     with torch.no_grad():
         wanted, got = (f(*args, **keywords) for f in (AUTHORS[name][1](file), SCANS[name].restated))
-    wanted, got = (x[0] if isinstance(x, tuple) else x for x in (wanted, got))
+    wanted, got = (SCANS[name].compared(args, x) for x in (wanted, got))
     assert got.shape == wanted.shape and got.dtype == wanted.dtype
     assert torch.isfinite(wanted).all() and wanted.abs().max() > 1e-3
     np.testing.assert_allclose(got.numpy(), wanted.numpy(), rtol=2e-5, atol=2e-5 * float(wanted.abs().max()))

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from adaptc.backends.cpu.kernels import attend_rows, attention, index
+from adaptc.backends.cpu.kernels import attend_rows, attention, index, index_blocks
 from adaptc.protocol import OpSpec, StateSpec, TensorSpec
 from cpu_kernel import run
 from test_cpu_attention import NAN, STORED, rounded
 
-KERNELS = SimpleNamespace(SELECT=index.SELECT | attention.SELECT, 
-                          FAMILIES=index.FAMILIES | attention.FAMILIES | attend_rows.FAMILIES)
+KERNELS = SimpleNamespace(SELECT=index.SELECT | index_blocks.SELECT | attention.SELECT,
+                          FAMILIES=index.FAMILIES | index_blocks.FAMILIES | attention.FAMILIES | attend_rows.FAMILIES)
 
 
 class Paged:
@@ -98,6 +98,54 @@ def test_falling_and_rising_scores_fill_the_room_for_candidates():
         index.data[0][1][:] = 1 + np.arange(300)[::order, None]
         wanted = range(9) if order == 1 else range(291, 300)
         assert index.step(index.everything())[299].tolist() == list(wanted)
+
+
+# ---- an index of blocks
+
+
+class Blocks(Index):
+    """The same for ``index_blocks``, whose heads choose apart."""
+
+    def __init__(self, lengths, heads=2, width=16, top_k=3, block=4, local=1, seed=0, **paging):
+        super().__init__(lengths, heads, width, seed=seed, **paging)
+        self.top_k, self.block, self.local = top_k, block, local
+        self.spec = OpSpec("index_blocks", (*self.spec.operands[:2], *self.spec.operands[3:]),
+                           (TensorSpec("i32", ("T", heads, top_k * block)),), {"top_k": top_k, "block": block, "local": local})
+
+    def step(self, rows, threads=1):
+        parts = [np.stack([self.data[r][i][p] for r, p in rows]) for i in range(2)]
+        where = [np.array([row[i] for row in rows], np.int32) for i in (1, 0)]
+        return run(KERNELS, self.spec, (*parts, *where, self.cache.memory), (len(rows), len(self.lengths), 1), threads)[0]
+
+    def expected(self, request, position):
+        query = self.data[request][0][position].astype(np.float64)
+        scores = query @ rounded(self.data[request][1], self.cache.state.dtype).astype(np.float64)[: position + 1].T
+        own, rows = position // self.block, []
+        for of_head in scores:
+            best = [of_head[b * self.block : (b + 1) * self.block].max() if b <= own - self.local else np.inf
+                    for b in range(own + 1)]
+            chosen = sorted(np.argsort(-np.array(best), kind="stable")[: self.top_k])
+            places = [p for b in chosen for p in range(b * self.block, (b + 1) * self.block) if p <= position]
+            rows.append([*places, *[-1] * (self.top_k * self.block - len(places))])
+        return rows
+
+
+@pytest.mark.parametrize("dtype, page_size, heads, top_k, block, local, lengths", [
+    ("f32", 8, 2, 3, 4, 1, (50, 1, 17)), ("f16", 1, 1, 2, 1, 0, (40, 9)), ("i8", 3, 4, 5, 16, 2, (61, 100)),
+    ("bf16", 16, 2, 2, 32, 1, (150,)), ("f32", 64, 3, 100, 8, 1, (90, 30))])
+def test_blocks_are_the_formula_however_the_tokens_come(dtype, page_size, heads, top_k, block, local, lengths):
+    index = Blocks(lengths, heads, top_k=top_k, block=block, local=local, dtype=dtype, page_size=page_size)
+    rows = index.everything()
+    whole = index.step(rows)
+    for row, got in zip(rows, whole.tolist()):
+        assert got == index.expected(*row), row
+    assert np.array_equal(index.step(rows, 3), whole)
+    for place in range(0, len(rows), 7):
+        assert index.step(rows[place : place + 1], 4).tolist() == [whole[place].tolist()]
+
+
+def test_blocks_that_no_block_of_the_cache_is_made_of_have_no_kernel():
+    assert index_blocks.select(Blocks((9,), block=12).spec) is None
 
 
 # ---- attention over chosen rows

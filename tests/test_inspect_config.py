@@ -341,3 +341,14 @@ def test_the_command(tmp_path):
     assert rows == data["profile"]
     refused = CliRunner().invoke(main, ["inspect", folder, "--plan"])
     assert refused.exit_code == 2 and "--plan needs weights" in refused.output
+
+
+def test_experts_that_constructors_fill_with_zeros_take_no_memory():
+    """Two terabytes of them, as Llama 4 makes its experts."""
+    from transformers import Llama4TextConfig
+
+    from adaptc.capture.build import build, stored_shapes
+
+    config = Llama4TextConfig(hidden_size=8192, num_hidden_layers=1, num_local_experts=512, intermediate_size=2**16, vocab_size=64)
+    shapes = stored_shapes(build(config))
+    assert shapes["model.layers.0.feed_forward.experts.gate_up_proj"] == (512, 8192, 2**17)

@@ -159,6 +159,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
                          ATTENTION),
                   Sample((*HEADS, KV, t("i32", "T", 2)), {"scaling": 0.3, "extras": ("rows",)}, ATTENTION | EARLIER)),
     "index_rows": (Sample(INDEXED, {"top_k": 3, "scaling": 0.3}, ATTENTION),),
+    "index_blocks": tuple(Sample((*INDEXED[:2], *WHERE, INDEX), {"top_k": 2, "block": 2, "local": local}, places(2))
+                          for local in (0, 1)),
     "recall": tuple(Sample((HEADS[0], *HEADS[3:], KV, *[f(4)] * len(extras)), {"scaling": 0.3, "extras": extras},
                            {1: ATTENTION[3], 2: ATTENTION[4], 3: filled}) for extras in ((), ("sinks",))),
     "latent_attention": (Sample((f("T", 4, 8), f("T", 8), *WHERE, LATENT), {"scaling": 0.3, "value_width": 6}, places(2)),
@@ -173,7 +175,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "running_max": (Sample((f("T", 6), f("T", 6), *WHERE, StateSpec.fixed("max", 1, 6)), given=places(2)),),
 }
 
-LEAVES = {"recall", "convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "index_rows", "quantize",
+LEAVES = {"recall", "convolve", "recur", "running_max", "expert_linear", "top_k", "attention", "latent_attention", "index_rows", "index_blocks", "quantize",
           "constant", "reshape", "transpose", "broadcast", "slice",
           "concat", "pad", "reduce", "gather_rows", "dot_general", "compare", "select", "cast", "neg", "abs", "exp",
           "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "tanh", "erf", "add", "sub", "mul", "div", "max", "min",
@@ -433,6 +435,9 @@ REFUSED = [
     ("index_rows", INDEXED, {"top_k": 0}, "top_k is 0"),
     ("index_rows", (*INDEXED[:5], KV), {"top_k": 3}, "the state keeps"),
     ("index_rows", (f("T", 3, 9), *INDEXED[1:]), {"top_k": 3}, "the query is"),
+    ("index_blocks", (*INDEXED[:2], *WHERE, INDEX), {"top_k": 2, "block": 4, "local": 3}, "3 of them those nearest"),
+    ("index_blocks", (*INDEXED[:2], *WHERE, KV), {"top_k": 2, "block": 4}, "the state keeps"),
+    ("index_blocks", (f("T", 3, 9), INDEXED[1], *WHERE, INDEX), {"top_k": 2, "block": 4}, "the query is"),
 ]
 
 
@@ -759,6 +764,26 @@ def test_an_index_chooses_as_deepseeks_does():
     for position, (ours, theirs) in enumerate(zip(got.tolist(), chosen.tolist())):
         assert [p for p in ours if p >= 0] == sorted(p for p in theirs if p <= position)
         assert ours == sorted(ours, key=lambda p: p % 100)
+
+
+def test_an_index_of_blocks_chooses_as_minimaxs_does():
+    """transformers' own indexer; of its blocks, the positions up to each token's own."""
+    from transformers import MiniMaxM3VLTextConfig
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
+
+    torch.manual_seed(0)
+    own = MiniMaxM3VLIndexer(MiniMaxM3VLTextConfig(hidden_size=16, index_n_heads=2, index_head_dim=8, index_block_size=3,
+                                                   index_topk_blocks=3, index_local_blocks=2), 0)
+    places = np.arange(17, dtype=np.int32)
+    with torch.no_grad():
+        hidden, none, one = torch.randn(1, 17, 16), torch.zeros(1, 17, 8), torch.ones(1, 17, 8)
+        blocks = own(hidden, (one, none), None, torch.arange(17)[None])[0]
+        query, key = own.q_norm(own.q_proj(hidden).view(17, 2, 8)), own.k_norm(own.k_proj(hidden)[0])
+    (got,) = row("index_blocks").meaning({"top_k": 3, "block": 3, "local": 2}, query.numpy(), key.numpy(), places, 0 * places,
+                                         RowState(replace(INDEX, dtype="f32")))
+    for position in places.tolist():
+        for ours, theirs in zip(got[position].tolist(), blocks[:, position].tolist()):
+            assert ours == sorted(p for p in places if p <= position and p // 3 in theirs) + [-1] * ours.count(-1)
 
 
 def test_top_k_takes_the_lower_index_of_equal_elements():

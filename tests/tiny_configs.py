@@ -29,7 +29,7 @@ SIZES: Mapping[str, int] = {
          "ffn_hidden_size feed_forward_size dense_intermediate_size n_inner", 96),
         ("moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
          "shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size expert_ffn_hidden_size "
-         "q_lora_rank kv_lora_rank ple_embed_dim dim_model_base rel_extent", 32),
+         "q_lora_rank kv_lora_rank dim_model_base rel_extent", 32),
         ("num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
          "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads "
          "num_query_groups linear_num_value_heads linear_num_heads", HEADS),
@@ -51,13 +51,11 @@ SIZES: Mapping[str, int] = {
         ("n_layers_per_attn_res_block n_shared_experts num_shared_experts moe_num_shared_experts topk_group first_k_dense_replace num_dense_layers "
          "max_window_layers moe_layer_start_index attn_layer_offset expert_layer_offset", 1),
         ("attn_layer_period expert_layer_period layer_group_size global_attn_every_n_layers sliding_window_pattern "
-         "_sliding_window_pattern full_attention_interval index_topk_blocks split_ngram_parts "
-         "make_ngram_vocab_size_divisible_by", 2),
+         "_sliding_window_pattern full_attention_interval index_topk_blocks", 2),
         ("sliding_window sliding_window_size attention_chunk_size attention_window_size window_size local_attention "
          "keep_window_size index_topk local_attention_window_len", WINDOW),
         ("index_block_size", 4),
         ("mamba_chunk_size chunk_size block_size", 16),
-        ("ngram_vocab_size_base", 97),
         ("num_nextn_predict_layers num_mtp_layers", 0),
     )
     for name in names.split()
@@ -94,7 +92,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v4": {"head_dim": 64, "qk_rope_head_dim": 8, "partial_rotary_factor": 0.125,
                     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
-    "doge": {"sliding_window": None},
+    "doge": {"sliding_window": None, "num_key_value_heads": KV_HEADS},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon": {"new_decoder_architecture": True},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128},
@@ -108,18 +106,22 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "inkling2_loop_text": {"loop_layer_index_start": 1, "loop_layer_index_end": 2},
     "granitemoehybrid": _LINEAR_FULL,
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "full_attn_idxs": [1]},
-    "minimax_m3_vl_text": {"index_n_heads": KV_HEADS},
+    "llama4_text": {"num_hidden_layers": 3, "moe_layers": [0, 2], "no_rope_layers": [1, 1, 0], "floor_scale": WINDOW,
+                    "layer_types": ["chunked_attention"] * 2 + ["full_attention"], "num_experts_per_tok": 2},
+    "minimax_m3_vl_text": {"index_n_heads": KV_HEADS, "layer_types": ["full_attention", "minimax_m3_sparse"],
+                           "mlp_layer_types": ["dense", "sparse"],
+                           "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "hidden_size": HIDDEN, "expand": 2, "n_groups": 2, "state_size": 16,
                "num_hidden_layers": 2},
     "nemotron_h": {"sliding_window": None},
-    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": WINDOW,
+    "qwen4_exp_text": {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": WINDOW,
                   "indexer_compress_ratio": 4},
     "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (16, 16), "attn_layers": ["local", "lsh"],
                  "num_hidden_layers": 2},
     "xlstm": {"hidden_size": HIDDEN, "num_heads": HEADS, "num_hidden_layers": 2, "num_blocks": 2,
               "vocab_size": VOCABULARY},
-    "xmod": {"default_language": "en_XX"},
+    "xmod": {"default_language": "en_XX", "languages": ["de_DE", "en_XX"]},
     "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": WINDOW},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128,
               "attention_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "n_mamba_heads": 2},

@@ -532,18 +532,25 @@ def _index_select(w, x, dim, index):
 
 
 def _scatter(w, x, dim, index, value):
-    """``value`` at the places along the last dimension that ``index`` names."""
+    """``value``, or its element for each place, at the places along the last dimension that ``index`` names: if it names one
+    twice, torch says of elements that any of them may be written."""
     _last(w, x, dim, "writes")
-    if isinstance(value, ir.Value) and w.b.rank(value):
-        raise CaptureError("it writes a tensor's elements at chosen places; adaptc captures writing one value.")
     shape = w.b.shape(index)
     if shape[:-1] != w.b.shape(x)[:-1]:
         raise CaptureError(f"it writes rows {shape} of {w.b.shape(x)}; expected as many.")
     count = w.b.shape(x)[-1]
     numbers = w.b.constant(value=list(range(count)), shape=(count,), dtype="i32")
     named = w.b.compare(w.b.reshape(w.value(index, "i32"), shape=(*shape, 1)), numbers, predicate="eq")
-    hits = w.b.reduce(w.b.cast(named, dtype="f32"), kind="max", axes=(len(shape) - 1,), keepdims=False)
-    return w.b.select(w.b.compare(hits, w.b.scalar(0.5), predicate="gt"), w.value(value), w.value(x))
+    axis = len(shape) - 1
+    hits = w.b.reduce(w.b.cast(named, dtype="f32"), kind="max", axes=(axis,), keepdims=False)
+    value = w.value(value)
+    if w.b.rank(value):
+        if w.b.shape(value) != shape or w.dtype != "f32":
+            raise CaptureError(f"it writes {w.dtype} elements {w.b.shape(value)} at places {shape}; expected f32, and one for "
+                               "each.")
+        value = w.b.select(named, w.b.reshape(value, shape=(*shape, 1)), w.value(-math.inf))
+        value = w.b.reduce(value, kind="max", axes=(axis,), keepdims=False)
+    return w.b.select(w.b.compare(hits, w.b.scalar(0.5), predicate="gt"), value, w.value(x))
 
 
 # ---- tensors out of nothing
@@ -772,8 +779,8 @@ def _mask(w, like, padding, kind, window, blocks=None):
 
 
 def _constant(w, values, shape, dtype, device):
-    numbers = [int(x) if w.dtype.startswith("i") else float(x) for x in values]
-    return w.b.constant(value=numbers if w.shape else numbers[0], shape=w.shape, dtype=w.dtype)
+    numbers = [float(x) if w.dtype.startswith("f") else int(x) for x in values]
+    return w.b.constant(value=np.reshape(numbers, w.shape).tolist(), shape=w.shape, dtype=w.dtype)
 
 
 def _request_length(w, positions):
@@ -812,6 +819,15 @@ def _index_rows(w, query, key, weights, top_k, scaling):
     rows = w.b.index_rows(w.b.reshape(query, shape=(tokens, heads, width)), w.b.reshape(key, shape=(tokens, width)),
                           w.b.reshape(weights, shape=(tokens, heads)), w.positions, w.requests, state, top_k=top_k,
                           scaling=scaling)
+    return w.b.reshape(rows, shape=w.shape)
+
+
+def _index_blocks(w, query, key, top_k, block, local):
+    """query[1,T,H,D], key[1,T,D] → i32[1,T,H,top_k · block]."""
+    _, tokens, heads, width = w.b.shape(query)
+    state = w.state(StateSpec((("index", 1, width),), "f32", 0, 0, 0, 0))
+    rows = w.b.index_blocks(w.b.reshape(query, shape=(tokens, heads, width)), w.b.reshape(key, shape=(tokens, width)),
+                            w.positions, w.requests, state, top_k=top_k, block=block, local=local)
     return w.b.reshape(rows, shape=w.shape)
 
 
@@ -958,6 +974,7 @@ TABLE: dict[str, Rule] = {
     "adaptc.mask": _mask,
     "adaptc.attention": _attention,
     "adaptc.index_rows": _index_rows,
+    "adaptc.index_blocks": _index_blocks,
     "adaptc.expert_linear": _expert_linear,
     "adaptc.request_length": _request_length,
     "adaptc.constant": _constant,

@@ -40,15 +40,15 @@ def build(config: Any, trust_remote_code: bool = False) -> torch.nn.Module:
 
 
 LARGE = 1 << 24
-"""Elements from which on an empty tensor has nothing behind it while a module is built."""
+"""Elements from which on a tensor of no content has nothing behind it while a module is built."""
 
 
 class _Reserving(TorchFunctionMode):
-    """Large tensors of no content (``torch.empty``) are made on the meta device."""
+    """Large tensors of no content, nothing or zeros, are made on the meta device."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.empty and _elements(args, kwargs) >= LARGE:
+        if function in (torch.empty, torch.zeros) and _elements(args, kwargs) >= LARGE:
             kwargs = kwargs | {"device": "meta"}
         return function(*args, **kwargs)
 

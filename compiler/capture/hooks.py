@@ -5,6 +5,7 @@
         ``extras`` are the optional operands of attention's row that ``names`` names, in the row's order; and a last one,
         "pairs" [1,H,T,T], which is added to scores, until ``capture.attention`` has raised it to one of these
     adaptc::index_rows(query[1,T,H,D], key[1,T,D], weights[1,T,H], top_k, scaling) -> i32[1,T,top_k]
+    adaptc::index_blocks(query[1,T,H,D], key[1,T,D], top_k, block, local) -> i32[1,T,H,top_k · block]
     adaptc::constant(values, shape, dtype, device) -> shape    numbers that Python has
     adaptc::request_length(positions) -> as positions          tokens that each token's request may come to have
     adaptc::expert_linear(x[T,K] or [T,k,K], experts[T,k], weight[E,N,K], bias[E,N], transposed) -> [T,k,N]
@@ -21,11 +22,16 @@ from typing import Any, Callable, Iterator
 from unittest import mock
 
 import torch
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from adaptc.capture import recurrence
+from adaptc.capture.key_bias import KeyBias
+from adaptc.capture.known import KnownValues
 from adaptc.capture.loops import ExpertLoops
+from adaptc.capture.pooled_index import ChosenKeys
 from adaptc.capture.problems import Problems
+from adaptc.capture.sorted_experts import SortedExperts
 from adaptc.errors import CaptureError
 
 IMPLEMENTATION = "adaptc"
@@ -72,6 +78,11 @@ def operators() -> None:
     torch.library.define("adaptc::index_rows",
                          "(Tensor query, Tensor key, Tensor weights, int top_k, float scaling) -> Tensor")
     torch.library.register_fake("adaptc::index_rows", _index_shape)
+    torch.library.impl("adaptc::index_rows", "CPU", _index_rows)
+    torch.library.define("adaptc::index_blocks",
+                         "(Tensor query, Tensor key, int top_k, int block, int local) -> Tensor")
+    torch.library.register_fake("adaptc::index_blocks", _blocks_shape)
+    torch.library.impl("adaptc::index_blocks", "CPU", _index_blocks)
     torch.library.define("adaptc::constant",
                          "(float[] values, int[] shape, ScalarType dtype, Device device) -> Tensor")
     torch.library.register_fake("adaptc::constant", lambda values, shape, dtype, device: torch.empty(
@@ -97,6 +108,35 @@ def _index_shape(query, key, weights, top_k, scaling):
     return query.new_empty((*query.shape[:2], top_k), dtype=torch.int32)
 
 
+def _index_rows(query, key, weights, top_k, scaling):
+    """Written out, to compute examples with."""
+    at = torch.arange(key.shape[1])
+    scores = ((query @ key.transpose(-1, -2)[:, None] * scaling).relu() * weights[..., None]).sum(2)
+    best, chosen = scores.masked_fill(at > at[:, None], float("-inf")).topk(min(top_k, len(at)))
+    chosen = chosen.masked_fill(best == float("-inf"), len(at)).sort().values
+    chosen = F.pad(chosen, (0, top_k - chosen.shape[-1]), value=len(at))
+    return chosen.masked_fill(chosen == len(at), -1).int()
+
+
+def _blocks_shape(query, key, top_k, block, local):
+    return query.new_empty((*query.shape[:3], top_k * block), dtype=torch.int32)
+
+
+def _index_blocks(query, key, top_k, block, local):
+    """Written out, to compute examples with."""
+    at = torch.arange(key.shape[1])
+    scores = torch.einsum("thd,sd->hts", query[0], key[0]).masked_fill(at > at[:, None], float("-inf"))
+    pooled = torch.stack([part.amax(-1) for part in scores.split(block, -1)], -1)
+    numbers, own = torch.arange(pooled.shape[-1]), at[:, None] // block
+    pooled = pooled.masked_fill((numbers <= own) & (numbers > own - local), float("inf"))
+    best, chosen = pooled.topk(min(top_k, len(numbers)), -1)
+    rows = chosen[..., None] * block + torch.arange(block)
+    rows = rows.masked_fill(best[..., None] == float("-inf"), len(at)).flatten(-2)
+    rows = rows.masked_fill(rows > at[:, None], len(at)).sort(-1).values
+    rows = F.pad(rows, (0, top_k * block - rows.shape[-1]), value=len(at))
+    return rows.masked_fill(rows == len(at), -1).transpose(0, 1)[None].int()
+
+
 def _expert_linear_shape(x, experts, weight, bias, transposed):
     return x.new_empty((*experts.shape, weight.shape[2 if transposed else 1]))
 
@@ -113,8 +153,9 @@ def installed(module: torch.nn.Module, problems: Problems) -> Iterator[None]:
     before = module.config._attn_implementation
     with ExitStack() as stack:
         stack.enter_context(recurrence.installed(module))
-        functions = ALL_ATTENTION_FUNCTIONS._local_mapping
-        stack.enter_context(mock.patch.dict(functions, {IMPLEMENTATION: _attention(names, problems)}))
+        attention = _attention(names, problems)
+        for interface in {id(one): one for one in (ALL_ATTENTION_FUNCTIONS, *_interfaces(module))}.values():
+            stack.enter_context(mock.patch.dict(interface._local_mapping, {IMPLEMENTATION: attention}))
         experts = ALL_EXPERTS_FUNCTIONS._local_mapping
         stack.enter_context(mock.patch.dict(experts, {IMPLEMENTATION: _experts}))
         for name, kind in MASKS.items():
@@ -179,10 +220,19 @@ class _ListsInIndices(TorchFunctionMode):
 
 
 def run(module: Any, ids: torch.Tensor) -> Any:
-    """What ``module``'s forward gives for ids [1, T], with loops over experts as what they compute. The mode is entered
-    here, above torch.export's own, which would look into indices first; a patched forward would hide the module's path."""
-    with ExpertLoops():
+    """What ``module``'s forward gives for ids [1, T], with loops over experts and parts of rows as what they compute, and
+    values that follow from no token. The modes are entered here, above torch.export's own, which would look into indices
+    first; a patched forward would hide the module's path."""
+    with KnownValues(), SortedExperts(), ExpertLoops():
         return module(input_ids=ids, use_cache=False)
+
+
+def _interfaces(module: torch.nn.Module) -> Iterator[Any]:
+    """The attention interfaces that modelling code looks functions up in: some files have one of their own."""
+    from transformers.modeling_utils import AttentionInterface
+
+    for namespace in {id(n): n for n in map(_namespace, module.modules())}.values():
+        yield from (value for value in namespace.values() if isinstance(value, AttentionInterface))
 
 
 def _namespace(module: torch.nn.Module) -> dict:
@@ -241,11 +291,16 @@ def _mask(original: Callable, kind: str, problems: Problems) -> Callable:
 
 def _attention(names: dict[int, str], problems: Problems) -> Callable:
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                  softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, sinks=None, **keywords):
+                  softcap=None, is_causal=None, s_aux=None, indices=None, position_bias=None, sinks=None,
+                  block_indices=None, **keywords):
         name = names.get(id(module), type(module).__name__)
         unknown = [k for k, v in keywords.items() if v is not None and v is not False and k not in IGNORED]
         unknown += ["dropout"] if dropout else []
         unknown += ["position_bias beside softcap"] if position_bias is not None and softcap else []
+        beside = {"softcap": softcap, "s_aux": s_aux, "indices": indices, "position_bias": position_bias, "sinks": sinks}
+        apart = block_indices is not None or isinstance(attention_mask, (KeyBias, ChosenKeys))
+        unknown += [f"{k} beside keys that heads choose" for k, v in beside.items() if apart and v is not None]
+        unknown += ["block_indices"] if block_indices is not None and block_indices.shape[1] != query.shape[2] else []
         if unknown:
             problems.add(CaptureError(
                 f"attention in module {name} ({type(module).__name__}) is given {', '.join(unknown)}, which adaptc's "
@@ -254,8 +309,12 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
             ))
         extras = {"sinks": s_aux, "query_sinks": sinks, "rows": indices, PAIRS: position_bias}
         extras = {name: x for name, x in extras.items() if x is not None}
-        width = query.shape[-1]
-        scaling = width**-0.5 if scaling is None else float(scaling)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        if apart and not unknown:
+            of_groups = functools.partial(_of_groups, attention, module, scaling=scaling, sliding_window=sliding_window)
+            if block_indices is not None:
+                return of_groups(query, key, value, attention_mask, block_indices), None
+            return attention_mask.attend(of_groups, query, key, value, scaling), None
         if isinstance(query.shape[1], torch.SymInt) and attention_mask is None and not (extras or softcap or is_causal):
             return _within_tokens(query, key, value, scaling), None
         if attention_mask is None:
@@ -272,6 +331,19 @@ def _attention(names: dict[int, str], problems: Problems) -> Callable:
         )
 
     return attention
+
+
+def _of_groups(attention: Callable, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+               value: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor, **given: Any) -> torch.Tensor:
+    """Attention of groups of key heads that read each their own rows [1,T,G,K]: one for each group."""
+    groups = rows.shape[2]
+    if key.shape[1] % groups:
+        raise CaptureError(f"attention ({type(module).__name__}) of {key.shape[1]} key heads reads what {groups} heads of an "
+                           "index choose; expected the same rows for all query heads that share a key head.")
+    heads = [x.chunk(groups, 1) for x in (query, key, value)]
+    results = [attention(module, *parts, mask, indices=rows[:, :, group], **given)[0]
+               for group, parts in enumerate(zip(*heads))]
+    return torch.cat(results, 2)
 
 
 def _within_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from adaptc.capture import build, convolution, hooks, parts, repeat, trace
 from adaptc.capture.attention import raised
+from adaptc.capture.experts import routed
 from adaptc.capture.fold import fold
 from adaptc.capture.index import indexed
 from adaptc.capture.locality import check_locality
@@ -84,7 +85,7 @@ def _captured(module: torch.nn.Module, config: Any, stored: Mapping[str, Stored]
     check_random(exported, problems)
     fixed = {name: value for name, value in constants.items() if name not in stored}
     try:
-        exported = indexed(exported, fixed, _context(text))
+        exported = indexed(routed(exported), fixed, _context(text))
         exported = convolution.raised(raised(exported, fixed, _context(text)))
     except CaptureError as error:
         problems.add(error)

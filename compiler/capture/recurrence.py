@@ -151,9 +151,16 @@ def _found(module: torch.nn.Module) -> Iterator[_Found]:
                 both = (functools.partial(f, *value.args, **value.keywords) for f in (authors, scan.restated))
                 yield _Found(scan, vars(one), name, *both)
         for name, scan in SCANS.items():
-            if scan.place != "function" and hasattr(type(one), name):
-                name = name if scan.place == "method" else scan.place
+            if _has(one, name, scan):
+                name = name if scan.place == "method" else "forward"
                 yield _Found(scan, vars(one), name, getattr(type(one), name), scan.restated, one)
+
+
+def _has(module: torch.nn.Module, name: str, scan: Scan) -> bool:
+    """Whether a module has the recurrence that goes by ``name``."""
+    if scan.place == "parts":
+        return all(hasattr(module, part) for part in name.split())
+    return scan.place != "function" and hasattr(type(module), name)
 
 
 def _function(value: Any) -> tuple[Scan, Callable[..., Any]] | None:
@@ -181,7 +188,7 @@ def _computes_the_same(found: _Found) -> bool:
         except Exception:  # whatever code raises that takes other arguments
             return False
         got = found.restated(*args, **keywords)
-    wanted, got = (x[0] if isinstance(x, tuple) else x for x in (wanted, got))
+    wanted, got = (found.scan.compared(args, x) for x in (wanted, got))
     if not isinstance(wanted, torch.Tensor) or wanted.shape != got.shape:
         return False
     return bool((got - wanted).abs().max() <= TOLERANCE * wanted.abs().max())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from adaptc.capture import block_index, key_bias, pooled_index
 from adaptc.errors import CaptureError
 
 CHUNK = 16
@@ -259,11 +260,13 @@ def _lightning_example(module, t):
 class Scan:
     """How a recurrence is restated, and its example. ``place``: what its name is the name of, "function" (of the
     modelling file, by the name under which packages of kernels have it, if it has one there), "method" (of a module),
-    or "forward" (that of modules which have a method of this name)."""
+    "forward" (that of modules which have a method of this name) or "parts" (the forward of modules that have them all).
+    ``compared``: what of a result, given the example's arguments, must be the same."""
 
     restated: Callable[..., Any]
     example: Callable[[Any, int], tuple[tuple, dict[str, Any]]]
     place: str = "function"
+    compared: Callable[[tuple, Any], Any] = lambda args, result: result[0] if isinstance(result, tuple) else result
 
 
 SAYS_HOW = ("use_associative_scan", "use_mambapy", "chunk_size", "block_size", "autocast_kernel_dtype", "enable_logging")
@@ -278,5 +281,8 @@ SCANS: Mapping[str, Scan] = {
     "wrap_chunkwise_arbitrary_sequence_length": Scan(mlstm, _mlstm_example),
     "_rnn_scan": Scan(rglru, _rglru_example, "method"),
     "decay_factors": Scan(lightning_attention, _lightning_example, "forward"),
+    block_index.PARTS: Scan(block_index.index, block_index.example, "parts", block_index.compared),
+    pooled_index.PARTS: Scan(pooled_index.index, pooled_index.example, "parts", pooled_index.compared),
+    "prepare_dynamic_mask": Scan(key_bias.dynamic_mask, key_bias.example, "method", key_bias.compared),
 }
-"""Name in the authors' code → recurrence."""
+"""Name in the authors' code, or names of parts → recurrence."""
