@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from adaptc.errors import CaptureError
 
@@ -395,7 +395,8 @@ def _place(count: int) -> tuple:
 def _counts(mask: _Mask, name: str, args: tuple, kwargs: dict) -> bool:
     """Whether a call sums a mask over all choices of each expert."""
     dims = kwargs.get("dim", _flat(args[1:]))
-    return name == "sum" and not mask.reduced and {d % 3 for d in (dims if isinstance(dims, (tuple, list)) else (dims,))} == {1, 2}
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return name == "sum" and not mask.reduced and {d % 3 for d in dims} == {1, 2}
 
 
 def _any(mask: _Mask, name: str, args: tuple, kwargs: dict) -> bool:

@@ -49,7 +49,8 @@ def check_kept(exported: torch.export.ExportedProgram, result: torch.fx.Node, pr
     held = {target: nodes[name] for name, target in signature.inputs_to_buffers.items()}
     for name, target in written.items():
         if held[target] in needed and nodes[name] is not held[target]:
-            problems.add(CaptureError(f"{_said(target)} is written by a forward, in {place_of(nodes[name])}, {_NEXT}", hint=_HINT))
+            where = place_of(nodes[name])
+            problems.add(CaptureError(f"{_said(target)} is written by a forward, in {where}, {_NEXT}", hint=_HINT))
 
 
 _NEXT = "and read by the next one, so that a request's result depends on those before it."
