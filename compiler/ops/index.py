@@ -63,9 +63,9 @@ def _infer_blocks(attrs, operands):
     expect(len(query.shape) == 3 and key.shape == query.shape[::2] and positions.shape == requests.shape == query.shape[:1],
            f"index_blocks: the query is {query.shape}, the key {key.shape}, positions {positions.shape}, requests "
            f"{requests.shape}; expected [T, H, D], [T, D], [T], [T].")
-    expect(len(state.parts) == 1 and tuple(state.parts[0][1:]) == (1, key.shape[1]) and not state.window,
-           f"index_blocks: the state keeps {state.parts} in a window of {state.window}; expected all keys, "
-           f"one head of {key.shape[1]}.")
+    expect(len(state.parts) == 1 and tuple(state.parts[0][1:]) == (1, key.shape[1]) and not state.window and state.rate == 1,
+           f"index_blocks: the state keeps {state.parts} in a window of {state.window}, a row for every {state.rate} tokens; "
+           f"expected all keys, one head of {key.shape[1]}.")
     top_k, block, local = (attrs[name] for name in ("top_k", "block", "local"))
     expect(top_k >= 1 and block >= 1 and 0 <= local <= top_k,
            f"index_blocks: {top_k} blocks of {block} are chosen, {local} of them those nearest; expected positive numbers, "

@@ -151,7 +151,7 @@ def select(spec: OpSpec) -> Selection | None:
         return None
     paging = {
         "dtype": state.dtype, "kv_heads": 1, "latent": True, "max_pages": state.max_pages,
-        "page_size": state.page_size, "scale": state.scale, "width": width,
+        "page_size": state.page_size, "rate": state.rate, "scale": state.scale, "width": width,
     }  # fmt: skip
     scores = paging | {"block": block, "heads": heads, "key_block": state.key_block}
     blocks = scores | {"local": spec.attrs["local"], "top_k": spec.attrs["top_k"]}
