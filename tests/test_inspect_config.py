@@ -207,6 +207,9 @@ def test_kinds_are_told_apart():
     (stack,) = repeat.stacks(module, made)
     assert stack.kinds == (0, 1, 2, 1, 1, 1) and [stack.like(i) for i in (4, 5)] == [3, 3]
     module, made = module_of("llama", **DEEP["llama"])
+    plain = repeat.stacks(module, made)
+    made.marks = [0, 1, 2, 3, 4]  # names every layer
+    assert plain and repeat.stacks(module, made) == plain
     made.marks = [0, 0, 0, 0, 1]
     assert repeat.stacks(module, made) == ()
     made.marks = [3, 3, 4]  # of no layers, as none has a number twice

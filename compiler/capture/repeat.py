@@ -105,7 +105,7 @@ def _lists(content: dict[str, Any]) -> Iterator[Sequence]:
 def _slice(values: Any, number: int, count: int) -> Any:
     """What a list of the configuration says of layer ``number`` of ``count``: one that has each number once may be of
     layers' numbers."""
-    if len(values) == count:
+    if len(values) == count and list(values) != list(range(count)):  # which names every layer
         return repr(values[number])
     numbers = [value for value in values if isinstance(value, int)]
     return number in numbers and len({*numbers}) == len(values)
