@@ -37,10 +37,10 @@ VNNI = "x86-64-v4+avx512vnni"
 X86 = ("x86-64-v2", "x86-64-v3", "x86-64-v3+avxvnni", "x86-64-v4", VNNI)
 EVERY = (*X86, "armv8-a")
 
-STATE = {"dtype": "f16", "kv_heads": 1, "latent": False, "max_pages": 4, "page_size": 4, "scale": "",
+STATE = {"dtype": "f16", "kv_heads": 1, "latent": False, "max_pages": 4, "page_size": 4, "rate": 1, "scale": "",
          "value_width": 16, "width": 16}
-MERGE = {"chunked": False, "heads": 2, "key_block": 16, "query_sinks": False, "sets": 1, "sinks": False, "slots": 9,
-         "span": 32, "value_width": 16, "width": 16, "window": 0}
+MERGE = {"chunked": False, "heads": 2, "key_block": 16, "lse": False, "query_sinks": False, "rate": 1, "sets": 1,
+         "sinks": False, "slots": 9, "span": 32, "value_width": 16, "width": 16, "window": 0}
 ATTEND = STATE | MERGE | {"scaling": 0.25, "distances": 0, "slopes": False, "softcap": 0.0}
 AS = lambda dtype: (("dtype", dtype),)
 BODY = (("cast", (0,), AS("f32")), ("exp", (1,), ()), ("pow", (2, 1), ()), ("cos", (3,), ()), ("cast", (4,), AS("f16")))
@@ -53,6 +53,8 @@ SAMPLE = {
     "halves": ("linears", {"rows": "T", "k": 40, "x": "f32", "weights": (("f16", 20),), "bias": (True,)}),
     "append": ("kv_append", STATE),
     "attend": ("attend", ATTEND),
+    "attend entries": ("attend", ATTEND | {"latent": True, "lse": True, "rate": 4}),
+    "pool": ("pool", {"bias": True, "channels": 20, "rate": 4, "series": 2}),
     "merge": ("attend_merge", MERGE),
     "group": ("group", {"body": BODY, "operands": (("f16", ("T", 24)),), "results": ("f16",), "shape": ("T", 24),
                         "yields": (5,)}),

@@ -167,7 +167,8 @@ def _infer_attention(attrs, operands):
 
 
 def _keys_and_values(name: str, state: StateSpec):
-    expect(len(state.parts) == 2, f"{name}: the state keeps {state.parts}, expected keys and values.")
+    expect(len(state.parts) == 2 and state.rate == 1, f"{name}: the state keeps {state.parts}, a row for every {state.rate} "
+                                                      "tokens; expected keys and values of each.")
     return state.parts
 
 
