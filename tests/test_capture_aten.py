@@ -59,6 +59,7 @@ FUNCTIONS = {
     "conditions_and_integers": lambda m, x: x * ((x > 0) < torch.arange(32)) + x * ((x > 0) == 1),
     "conditions_and_floats": lambda m, x: x * ((x > 0) < 0.5) + x * ((x > 0).to(torch.int64) > 0.5),
     "not": lambda m, x: torch.where(~(x > 0), x * 2, x) + x * torch.logical_not((x > 1).to(torch.int64)),
+    "views_of_views": lambda m, x: torch.broadcast_to(x[..., :1], x.shape) * x.movedim(1, 2).swapaxes(2, 1),
     "repeat": lambda m, x: x * x[..., :4].repeat(1, 1, 8) + x[..., :2].repeat(1, 1, 1, 16).view_as(x),
     "repeat_each": lambda m, x: x * x[..., :8].repeat_interleave(4, -1),
     "write_one": lambda m, x: torch.select_scatter(x, x[..., 3] * 2, -1, 5),

@@ -962,6 +962,7 @@ TABLE: dict[str, Rule] = {
     "aten.transpose": _parts(_transpose),
     "aten.t": _t,
     "aten.numpy_T": _t,
+    "aten.broadcast_to": _parts(_expand),
     "aten.expand": _parts(_expand),
     "aten.expand_as": _expand,
     "aten.polar": _polar,

@@ -120,9 +120,15 @@ _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """With torch's own decompositions of those operators that the table lacks; the rest stay as the authors wrote."""
-    known = torch.export.default_decompositions()
-    lacking = {n.target: known[n.target] for n in _unknown(exported.graph) if n.target in known}
-    return exported.run_decompositions(lacking) if lacking else exported
+    known, unknown = torch.export.default_decompositions(), {n.target for n in _unknown(exported.graph)}
+    lacking = {target: known[target] for target in unknown if target in known}
+    # those that torch itself makes of others it takes apart whatever it is given
+    return exported.run_decompositions(lacking) if lacking or any(map(_composite, unknown)) else exported
+
+
+def _composite(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        target.name(), "CompositeImplicitAutograd")
 
 
 def _check_static(graph: torch.fx.Graph) -> None:
