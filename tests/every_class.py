@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -35,6 +36,9 @@ import numpy as np
 RESULTS = Path(__file__).parent.parent / "build" / "every_class.jsonl"
 
 PROMPT, STEPS = 17, 24
+FEW = 3
+"""Tokens of the longest sequence that isn't traced: a trace is of more, and code may do something else for so few."""
+
 PAGE = 4
 """Tokens a page: fewer than a window."""
 
@@ -100,11 +104,14 @@ def build(name: str, seed: int):
 
 
 def recomputed(model, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(logits f32[T, V], smallest margin of a router's choice at each token): the rows of a prompt, then the last row
-    of a forward of its own for every step."""
+    """(logits f32[T, V], smallest margin of a router's choice at each token): the rows of a prompt, the first of them each
+    by a forward of its own where the class runs on so few tokens, then the last row of a forward of its own for every step."""
     from families import forward
 
     logits, margins = forward(model, list(tokens[:PROMPT]))
+    for end in range(1, FEW + 1):
+        with suppress(ZeroDivisionError, IndexError, RuntimeError):  # of what is empty then
+            logits[end - 1] = forward(model, list(tokens[:end]))[0][-1]
     for end in range(PROMPT + 1, len(tokens) + 1):
         row, margin = forward(model, list(tokens[:end]))
         logits, margins = np.concatenate([logits, row[-1:]]), np.concatenate([margins, margin[-1:]])
