@@ -57,6 +57,9 @@ class Architecture:
     unread: str = ""
 
 
+ZERO_IS_NONE = ("attention.sliding_window",)
+"""Keys of which 0 says that there is none: the format has no other word for it."""
+
 PARAMETERS: Mapping[str, str] = {
     r"^model\.layers\.(\d+)\..*\bexperts\.gate_up_proj$": r"blk.\1.ffn_gate_up_exps.weight",
     r"^model\.layers\.(\d+)\..*\bexperts\.gate_up_proj_bias$": r"blk.\1.ffn_gate_up_exps.bias",

@@ -13,7 +13,8 @@ import numpy as np
 from adaptc.errors import AdapterError, InputError, UnsupportedError, UnusedError
 from adaptc.formats import FORMATS
 from adaptc.models import waivers
-from adaptc.models.gguf import ARCHITECTURES, HALVES, PARAMETERS, ROPE_SCALINGS, Architecture, llama3_scaling
+from adaptc.models.gguf import (ARCHITECTURES, HALVES, PARAMETERS, ROPE_SCALINGS, ZERO_IS_NONE, Architecture,
+                                llama3_scaling)
 from adaptc.sources import text
 from adaptc.sources.binding import TRANSPOSE, Binding
 from adaptc.sources.conversion import ConvertedTensor, joined
@@ -175,7 +176,8 @@ class GgufSource(Source):
         self._check_unread(own, names)
         self._check_sizes(own, names)
         given = {"tie_word_embeddings": "output.weight" not in self.tensors}
-        given |= {name: own[key] for key, name in names.items() if name and key in own}
+        given |= {name: None if key in ZERO_IS_NONE and own[key] == 0 else own[key]
+                  for key, name in names.items() if name and key in own}
         given |= {
             name: self.metadata[f"tokenizer.{key}"]
             for key, name in _transformers_table("tokenizer").items()
