@@ -205,9 +205,10 @@ LAYER_KEYS: Mapping[str, str] = {
     "*linear_attention.*": "linear_attention",
     "*compressed_sparse_attention": "compressed_sparse_attention",
     "*heavily_compressed_attention": "heavily_compressed_attention",
-    "index_*": "compressed_sparse_attention",
+    "deepseek_v4:index_*": "compressed_sparse_attention",
 }
-"""Keys that only layers of one type read, so that a model without such layers has no use for them."""
+"""Keys, or one model_type's alone as in ``CONFIG``, that only layers of one type read, so that a model without such layers
+has no use for them."""
 
 METADATA: Mapping[str, str] = {
     "general.type": "a model; adapters and the like are refused",

@@ -65,12 +65,8 @@ class Index:
         return [*chosen, *[-1] * (self.top_k - len(chosen))]
 
 
-@pytest.mark.parametrize("dtype, page_size, heads, top_k, lengths", [
-    ("f32", 8, 3, 5, (50, 1, 17)), ("f16", 1, 2, 4, (40, 9)), ("bf16", 3, 1, 16, (61,)), ("i8", 8, 4, 7, (33, 20)),
-    ("i8", 3, 4, 3, (30,)), ("f32", 64, 2, 100, (90, 30)), ("f32", 16, 2, 1, (700,))])
-def test_it_is_the_formula_however_the_tokens_come(dtype, page_size, heads, top_k, lengths):
+def check_every_way(index):
     """At once (each thread scores for its own tokens), one by one (threads share the scoring), and by several threads."""
-    index = Index(lengths, heads, top_k=top_k, dtype=dtype, page_size=page_size)
     rows = index.everything()
     whole = index.step(rows)
     for row, got in zip(rows, whole.tolist()):
@@ -78,6 +74,14 @@ def test_it_is_the_formula_however_the_tokens_come(dtype, page_size, heads, top_
     assert np.array_equal(index.step(rows, 3), whole)
     for place in range(0, len(rows), 7):
         assert index.step(rows[place : place + 1], 4).tolist() == [whole[place].tolist()]
+
+
+@pytest.mark.parametrize("dtype, page_size, heads, top_k, lengths", [
+    ("f32", 8, 3, 5, (50, 1, 17)), ("f16", 1, 2, 4, (40, 9)), ("bf16", 3, 1, 16, (61,)), ("i8", 8, 4, 7, (33, 20)),
+    ("i8", 3, 4, 3, (30,)), ("f32", 64, 2, 100, (90, 30)), ("f32", 16, 2, 1, (700,))])
+def test_it_is_the_formula_however_the_tokens_come(dtype, page_size, heads, top_k, lengths):
+    index = Index(lengths, heads, top_k=top_k, dtype=dtype, page_size=page_size)
+    check_every_way(index)
 
 
 def test_of_equal_scores_the_first_are_chosen():
@@ -137,13 +141,7 @@ class Blocks(Index):
     ("bf16", 16, 2, 2, 32, 1, (150,)), ("f32", 64, 3, 100, 8, 1, (90, 30))])
 def test_blocks_are_the_formula_however_the_tokens_come(dtype, page_size, heads, top_k, block, local, lengths):
     index = Blocks(lengths, heads, top_k=top_k, block=block, local=local, dtype=dtype, page_size=page_size)
-    rows = index.everything()
-    whole = index.step(rows)
-    for row, got in zip(rows, whole.tolist()):
-        assert got == index.expected(*row), row
-    assert np.array_equal(index.step(rows, 3), whole)
-    for place in range(0, len(rows), 7):
-        assert index.step(rows[place : place + 1], 4).tolist() == [whole[place].tolist()]
+    check_every_way(index)
 
 
 def test_blocks_that_no_block_of_the_cache_is_made_of_have_no_kernel():

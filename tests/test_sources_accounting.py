@@ -170,6 +170,8 @@ def test_keys_of_layer_types_that_the_model_lacks_are_idle(tmp_path):
     only_full = {**GEMMA3, "layer_types": ["full_attention"] * 2}
     del only_full["sliding_window_pattern"]
     assert traced(tmp_path, only_full).unread_keys() == ()
+    # an index of keys belongs to layers of a type in one family, and asks in any other for what nobody computes
+    assert traced(tmp_path, {**only_full, "index_topk": 8}).unread_keys() == ("index_topk",)
 
 
 def test_other_configurations_reads_do_not_count(tmp_path):

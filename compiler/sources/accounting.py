@@ -53,7 +53,7 @@ class ConfigReads:
             )
 
     def _accounted(self, key: str) -> bool:
-        if any(waivers.reason(waivers.CONFIG, name) for name in (key, f"{self._type}:{key}")):
+        if self._listed(waivers.CONFIG, key):
             return True
         if self._default(key) or self._stated(key):
             return True
@@ -94,8 +94,12 @@ class ConfigReads:
 
     def _idle(self, key: str) -> bool:
         """Whether only layers of a type that the model doesn't have would read ``key``."""
-        layer_type = waivers.reason(waivers.LAYER_KEYS, key)
+        layer_type = self._listed(waivers.LAYER_KEYS, key)
         return bool(self._layer_types and layer_type and layer_type not in self._layer_types)
+
+    def _listed(self, table: Mapping[str, str], key: str) -> str | None:
+        """What a table says of a key of all models, or of this model_type's alone."""
+        return waivers.reason(table, key) or waivers.reason(table, f"{self._type}:{key}")
 
     def _canonical(self, key: str) -> str:
         head, dot, rest = key.partition(".")
