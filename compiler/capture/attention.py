@@ -297,7 +297,7 @@ ROWWISE = ("aten.mul", "aten.div", *COPIES)
 """Operators through which a bias may go whose other operand has one value for all keys: 0 stays 0."""
 
 
-def _by_distance(graph: torch.fx.Graph, node: torch.fx.Node, masks: _Masks) -> None:
+def _by_distance(graph: torch.fx.Graph, node: torch.fx.Node, masks: Masks) -> None:
     """Puts ``distances`` [T, H, D] in the place of the bias [1, H, T, T] of an ``adaptc.attention``, of which element
     (i, j) is element i - j of what is gathered from [1, H, T, D], and 0 from distance D on."""
     bias, far, chain = node.args[4][-1], None, []

@@ -330,7 +330,6 @@ class ExpertLoops(TorchFunctionMode):
 
     def _inside(self, name: str, args: tuple, kwargs: dict) -> Any:
         """What a call in the body gives; NotImplemented for one that means what it says."""
-        loop = self.loop
         if name == "__getitem__":
             return self._picked(*args)
         if name == "where" and len(args) == 1 and isinstance(args[0], _Choices):
